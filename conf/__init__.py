@@ -1,0 +1,1 @@
+"""The configuration tree that Hydra composes. See config.yaml."""

@@ -1,0 +1,8 @@
+"""Training that does not let a network fail in silence. This file holds the public names, nothing else."""
+
+from pathlib import Path
+
+__version__ = "0.1.0"
+
+if not (Path(__file__).parent / "utils").is_dir():  # a checkout: utils/, conf/, recipes/ sit beside this folder
+    __path__.append(str(Path(__file__).parent.parent))
