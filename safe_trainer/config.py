@@ -413,9 +413,13 @@ def option_names(schema: type = Config, prefix: str = "") -> Iterator[str]:
 
 def did_you_mean(name: str, known: list[str]) -> str:
     """A clause that suggests the nearest known names, or nothing."""
-    same_leaf = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]
-    close = same_leaf[:2] or difflib.get_close_matches(name, known, n=2, cutoff=0.6)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
+    section, _, leaf = name.rpartition(".")
+    beside = [candidate for candidate in known if candidate.rpartition(".")[0] == section]
+    same_leaf = [candidate for candidate in known if candidate.rpartition(".")[2] == leaf]  # right but for its section
+    close = difflib.get_close_matches(leaf, [candidate.rpartition(".")[2] for candidate in beside], n=2, cutoff=0.6)
+    found = same_leaf[:2] or [f"{section}.{match}" if section else match for match in close]
+    found = found or difflib.get_close_matches(name, known, n=2, cutoff=0.75)
+    return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
 def _nested(values: Mapping[str, Any], problems: list[str], prefix: str = "") -> dict[str, Any]:

@@ -1,0 +1,540 @@
+"""The training loop itself, from the first batch to the last; `fit` is the table of contents.
+
+Touches the model, the optimizer, the scheduler and the average of the weights; writes through `Output` and
+`Checkpoints` only. What a step may leave behind when it goes wrong is the guard's matter.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
+
+from safe_trainer.checkpoint import Checkpoints, is_lower_better, state_differences
+from safe_trainer.config import Config, ConfigError, EarlyStoppingConfig, Interval, OnFault
+from safe_trainer.findings import Finding, Severity
+from safe_trainer.guard import SCALE_FLOOR, Action, Attempt, Guard, global_norm
+from safe_trainer.history import History
+from safe_trainer.loader_state import LoaderState
+from safe_trainer.output import Output
+from safe_trainer.precision import Precision
+from safe_trainer.task import Task, count_of, extra_figures, loss_of, to_device
+from safe_trainer.utils import rng
+from safe_trainer.utils.anomaly import AnomalyDetector, raised_by_anomaly_mode
+
+log = logging.getLogger(__name__)
+
+DEFAULT_EPOCHS = 10
+
+TrainStep = Callable[[nn.Module, Any, Optimizer, Any], Any]
+
+
+@dataclass
+class Position:
+    """How far a run has come: batches trained on, epochs completed, batches of this epoch, optimizer steps."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    updates: int = 0
+
+
+@dataclass
+class Pending:
+    """A step whose flag is still on its way from the device."""
+
+    attempt: Attempt
+    finite: Tensor
+    states_before: int
+
+
+class EarlyStopping:
+    """Counts evaluations without improvement."""
+
+    def __init__(self, config: EarlyStoppingConfig) -> None:
+        self.config = config
+        self.best: float | None = None
+        self.waited = 0
+
+    def wants_to_stop(self, figures: dict[str, float]) -> bool:
+        """Take note of one evaluation; true when patience has run out.
+
+        Raises:
+            ConfigError: the watched metric is not among the figures.
+        """
+        if self.config.patience is None:
+            return False
+        value = figures.get(self.config.metric)
+        if value is None:
+            known = ", ".join(sorted(figures)) or "none: there is no validation data"
+            raise ConfigError([f"early_stopping.metric must be a figure of the evaluation (got {self.config.metric!r}; "
+                               f"there are: {known})"])  # fmt: skip
+        sign = 1.0 if is_lower_better(self.config.metric, self.config.direction.value) else -1.0
+        if self.best is None or sign * value < sign * self.best - self.config.min_delta:
+            self.best, self.waited = value, 0
+        else:
+            self.waited += 1  # a NaN is never an improvement
+        return self.waited >= self.config.patience
+
+
+class Loop:
+    """One run of training. Built by SafeTrainer; `fit` may be called once."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: nn.Module,
+        task: Task,
+        optimizer: Optimizer,
+        loader: Iterable[Any],
+        *,
+        scheduler: Any,
+        precision: Precision,
+        guard: Guard,
+        anomaly: AnomalyDetector,
+        output: Output,
+        checkpoints: Checkpoints | None,
+        evaluate: Callable[[], dict[str, float]],
+        average: AveragedModel | None = None,
+        train_step: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.config, self.model, self.task, self.optimizer, self.loader = config, model, task, optimizer, loader
+        self.scheduler, self.precision, self.guard, self.anomaly = scheduler, precision, guard, anomaly
+        self.output, self.checkpoints, self.evaluate = output, checkpoints, evaluate
+        self.average, self.train_step = average, train_step
+        self.forward_model: nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.position = Position()
+        self.history = History()
+        self.early_stopping = EarlyStopping(config.early_stopping)
+        self.figures: dict[str, float] = {}
+        self.findings: list[Finding] = []
+        self.group_weight, self.group_size, self.group_batches = 0.0, 0, 0
+        self.late = guard.config.enabled and reads_late(config, optimizer, precision, train_step)
+        self.pending: Pending | None = None
+        self.place = LoaderState(loader)
+        self.generators: dict[str, Any] | None = None
+        self.stopped = ""
+
+    # --- the whole run -------------------------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        """Train until the steps are done, a fault ends the run, or the run no longer gets better."""
+        handles = self.guard.install_gate() if self.train_step and self.config.guard.enabled else []
+        try:
+            while not self.is_done():
+                for batch in self.batches_of_epoch():
+                    self.position.step += 1
+                    self.position.batch += 1
+                    self.train_on(batch)
+                    self.output.advance(self.position.step, self.position.epoch)
+                    if self.position.step % self.config.log_every == 0:
+                        self.write_row()
+                    if self.is_checkpoint_due():
+                        self.save()
+                    if self.stopped or self.position.step == self.config.max_steps:
+                        break
+                else:
+                    self.position.epoch, self.position.batch = self.position.epoch + 1, 0
+                self.end_epoch()
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.optimizer.__dict__.pop("found_inf", None)
+
+    def is_done(self) -> bool:
+        """Whether the run has come to its end; max_steps wins over max_epochs."""
+        if self.stopped:
+            return True
+        if self.config.max_steps is not None:
+            return self.position.step >= self.config.max_steps
+        return self.position.epoch >= (self.config.max_epochs or DEFAULT_EPOCHS)
+
+    def batches_of_epoch(self) -> Iterator[Any]:
+        """The batches of this epoch that have not been trained on, at most limit_train_batches in all."""
+        epoch, done = self.position.epoch, self.position.batch
+        batches = self.place.begin(epoch, done)
+        if self.generators is not None:  # of a resumed run: as they stood when the checkpoint was written
+            rng.restore(self.generators)
+            self.generators = None
+        limit = self.config.limit_train_batches
+        count = done
+        for batch in batches if limit is None else itertools.islice(batches, max(0, limit - done)):
+            count += 1
+            yield batch
+        if not count:
+            raise ConfigError([no_batches(epoch)])
+
+    def end_epoch(self) -> None:
+        """What is due between epochs and at the end: the open group, scheduler, evaluation, log row, checkpoint."""
+        self.settle()
+        if self.group_batches:
+            self.update(None)
+            self.settle()
+        if self.stopped:
+            self.write_row()
+            return
+        figures = self.evaluate()
+        if self.scheduler is not None and self.position.batch == 0:
+            self.advance_scheduler(Interval.epoch, figures)
+        self.figures.update(figures)
+        self.write_row(figures)
+        if self.early_stopping.wants_to_stop(figures):
+            self.stopped = (
+                f"no improvement of {self.config.early_stopping.metric} in {self.early_stopping.waited} evaluations"
+            )
+        if self.config.checkpoint.every_steps is None or self.is_done():
+            self.save()
+
+    # --- one batch -----------------------------------------------------------------------------------------------
+
+    def train_on(self, batch: Any) -> None:
+        """One batch: forward, backward, and the optimizer's step if the batch completes its group."""
+        batch = to_device(batch, self.precision.device, self.config.channels_last)
+        try:
+            figures = self.step_of_user(batch) if self.train_step else self.step(batch)
+        except Exception as error:
+            error.add_note(self.output.place_of(error, self.position.step, batch, self.model))
+            raise
+        self.history.add(self.position.step, self.position.epoch, figures)
+
+    def step(self, batch: Any) -> dict[str, Tensor | float]:
+        """The loop's own step."""
+        attempt = self.guard.begin(self.position.step, batch)
+        rate = self.optimizer.param_groups[0]["lr"]
+        try:
+            loss, figures = self.forward_backward(batch)
+        except RuntimeError as error:
+            if not (self.config.guard.enabled and raised_by_anomaly_mode(error)):
+                raise
+            self.blow(attempt, lambda: self.forward_backward(batch, self.model)[0], error)
+            return {"loss": float("nan"), "lr": rate}
+        if self.pending and not self.settle():  # the step before blew, so this one began from its traces
+            attempt.generators.restore()
+            attempt.buffers.take()
+            loss, figures = self.forward_backward(batch)
+        figures.update(loss=loss.detach(), lr=rate)
+        self.group_batches += 1
+        if self.group_batches >= self.config.accumulate:
+            norm = self.update(attempt, loss)
+            if norm is not None:
+                figures["grad_norm"] = norm
+        elif self.config.guard.enabled and not self.is_finite(loss):
+            self.blow(attempt, lambda: self.forward_backward(batch, self.model)[0])
+        return figures
+
+    def forward_backward(self, batch: Any, model: nn.Module | None = None) -> tuple[Tensor, dict[str, Any]]:
+        """Loss of the batch, its gradients added to those of the group; a group begins with none."""
+        if self.group_batches == 0:
+            self.optimizer.zero_grad(set_to_none=True)
+            self.group_weight = 0.0
+        with self.anomaly:
+            with self.precision.autocast():
+                outcome = self.task(model or self.forward_model, batch)
+                loss = loss_of(outcome)
+            if self.config.accumulate == 1:
+                self.precision.backward(loss)
+            else:
+                self.precision.backward(loss * self.share(count_of(outcome, batch)))
+        return loss, extra_figures(outcome)
+
+    def share(self, count: int) -> float:
+        """This batch's weight in its group, relative to the group's first batch, so that equal batches have weight 1."""
+        if self.group_batches == 0:
+            self.group_size = count
+        weight = count / self.group_size
+        self.group_weight += weight
+        return weight
+
+    def update(self, attempt: Attempt | None, loss: Tensor | None = None) -> Tensor | None:
+        """Clip and step the optimizer with the group's gradients, if they are finite; their norm before clipping."""
+        self.precision.unscale(self.optimizer)
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if self.config.accumulate > 1 and self.group_weight != 1.0:
+            torch._foreach_div_(gradients, self.group_weight)
+        self.group_batches = 0
+        norm = self.norm_and_clip(gradients)
+        if attempt is None or loss is None or not self.config.guard.enabled:
+            self.apply()
+        elif self.late:
+            self.apply_late(attempt, loss, norm)
+        elif self.is_finite(loss, norm, gradients):
+            self.apply()
+            self.guard.passed(attempt.step)
+        else:
+            batch = attempt.batch
+            self.blow(attempt, lambda: self.forward_backward(batch, self.model)[0])
+        return norm
+
+    def norm_and_clip(self, gradients: list[Tensor]) -> Tensor | None:
+        """Global norm before clipping, computed once for the fuse and for clipping."""
+        if self.config.clip_norm is not None:
+            return torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm)
+        norm = global_norm(gradients) if self.config.guard.enabled and gradients else None
+        if self.config.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(self.parameters, self.config.clip_value)
+        return norm
+
+    def is_finite(self, loss: Tensor, norm: Tensor | None = None, gradients: list[Tensor] | None = None) -> bool:
+        """The fuse's question. Under loss scaling only the loss counts: overflowing gradients are the scaler's matter."""
+        if self.precision.scaler is not None:
+            return self.guard.holds(loss, None, ())
+        if gradients is None:
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if norm is None and gradients:
+            norm = global_norm(gradients)
+        return self.guard.holds(loss, norm, gradients)
+
+    def apply(self) -> None:
+        """Step the optimizer and let what follows a step follow."""
+        if self.precision.step(self.optimizer):
+            self.commit()
+        elif self.precision.scaler is not None and self.precision.scaler.get_scale() < SCALE_FLOOR:
+            self.report_scale_floor()
+
+    def commit(self) -> None:
+        """What follows an applied step: the average of the weights and the scheduler. A skipped step has neither."""
+        self.position.updates += 1
+        if self.average is not None:
+            self.average.update_parameters(self.model)
+        self.advance_scheduler(Interval.step)
+
+    def advance_scheduler(self, interval: Interval, figures: dict[str, float] | None = None) -> None:
+        """Advance the scheduler if this is its interval."""
+        if self.scheduler is None or self.config.scheduler_interval is not interval:
+            return
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            figures = figures or {}
+            watched = figures.get(
+                "val/loss", self.history.columns["loss"][-1] if self.history.columns["loss"] else None
+            )
+            if watched is not None:
+                self.scheduler.step(watched)
+        else:
+            self.scheduler.step()
+
+    # --- a flag that is read one step late: the host never waits for an accelerator ---------------------------------
+
+    def apply_late(self, attempt: Attempt, loss: Tensor, norm: Tensor | None) -> None:
+        """Let the device itself leave the step out if it is not finite; the host looks when it has queued the next."""
+        finite = torch.isfinite(loss.detach() if norm is None else loss.detach() + norm)
+        states = len(self.optimizer.state)
+        self.optimizer.found_inf = (~finite).float().reshape(())  # type: ignore[attr-defined]
+        self.optimizer.step()
+        if finite.is_cuda:
+            host = torch.empty(finite.shape, dtype=finite.dtype, pin_memory=True)
+            finite = host.copy_(finite, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            finite.arrived = event  # type: ignore[attr-defined]
+        self.pending = Pending(attempt, finite, states)
+
+    def settle(self) -> bool:
+        """Read the flag of the step before, if one is on its way; false if that step was not finite."""
+        if self.pending is None:
+            return True
+        pending, self.pending = self.pending, None
+        if hasattr(pending.finite, "arrived"):
+            pending.finite.arrived.synchronize()
+        if bool(pending.finite):
+            self.commit()
+            self.guard.passed(pending.attempt.step)
+            return True
+        for parameter in list(self.optimizer.state)[pending.states_before :]:
+            del self.optimizer.state[parameter]  # a fused SGD leaves the momentum of a skipped first step uninitialised
+        batch = pending.attempt.batch
+        self.blow(pending.attempt, lambda: self.forward_backward(batch, self.model)[0])
+        return False
+
+    # --- a step that is the user's own -------------------------------------------------------------------------------
+
+    def step_of_user(self, batch: Any) -> dict[str, Tensor | float]:
+        """Run the user's step; its optimizer's steps pass through the guard's gate."""
+        assert self.train_step is not None
+        attempt = self.guard.begin(self.position.step, batch) if self.config.guard.enabled else None
+        rate = self.optimizer.param_groups[0]["lr"]
+        train_step = self.train_step
+        try:
+            with self.anomaly:
+                loss = value_of(train_step(batch))
+        except RuntimeError as error:
+            if attempt is None or not raised_by_anomaly_mode(error):
+                raise
+            self.blow(attempt, lambda: train_step(batch), error)
+            return {"loss": float("nan"), "lr": rate}
+        if attempt is None:
+            self.commit()
+        elif self.guard.gate_tripped or not bool(torch.isfinite(torch.as_tensor(loss)).all()):
+            self.blow(attempt, lambda: train_step(batch))
+        else:
+            self.commit()
+            self.guard.passed(attempt.step)
+        return {"loss": loss, "lr": rate}
+
+    # --- faults ------------------------------------------------------------------------------------------------------
+
+    def blow(self, attempt: Attempt, replay: Callable[[], Any] | None, error: BaseException | None = None) -> None:
+        """The fuse has blown: undo the step, replay it, and do what the policy says."""
+        self.group_batches = 0
+        with self.anomaly.suspended():
+            finding, action = self.guard.trip(attempt, replay, error=error)
+        self.output.finding(finding)
+        if action is Action.stop:
+            in_a_row = self.guard.in_a_row
+            self.stopped = f"{in_a_row} non-finite steps in a row" if in_a_row > 1 else "a non-finite step"
+        self.group_batches = 0
+
+    def report_scale_floor(self) -> None:
+        """The loss scale has fallen so far that true gradients overflow: half precision cannot hold this model."""
+        assert self.precision.scaler is not None
+        finding = Finding(
+            fault="precision.overflow",
+            severity=Severity.error,
+            stage="training",
+            where=None,
+            step=self.position.step,
+            evidence=f"the loss scale fell to {self.precision.scaler.get_scale():g}: gradients overflow float16 unscaled",
+            cause="gradients or activations are too large for float16, or one of them is not finite in any precision",
+            remedy="train with precision=bf16 or fp32 to see which; lower the learning rate or clip_norm; look for a NaN",
+        )
+        if not any(earlier.fault == finding.fault for earlier in self.findings):
+            self.findings.append(finding)
+            self.output.finding(finding)
+        if self.config.on_fault is OnFault.stop:
+            self.stopped = "the loss scale fell to its floor"
+
+    # --- rows and checkpoints ----------------------------------------------------------------------------------------
+
+    def write_row(self, figures: dict[str, float] | None = None) -> None:
+        """One row of the log: means since the last row, and what an evaluation gave. The one wait for the device."""
+        means = self.history.flush()
+        row = {f"train/{name}": value for name, value in means.items()} | (figures or {})
+        epoch = self.position.epoch - (self.position.batch == 0)  # the one that the last batch belongs to
+        if row:
+            self.output.row(self.position.step, epoch, row)
+
+    def is_checkpoint_due(self) -> bool:
+        """Whether checkpoint.every_steps asks for one now, at the end of a group."""
+        every = self.config.checkpoint.every_steps
+        return every is not None and self.position.step % every == 0 and self.group_batches == 0
+
+    def save(self) -> None:
+        """Write a checkpoint of everything that the run needs to go on."""
+        if self.checkpoints is None:
+            return
+        self.settle()
+        self.output.flush()
+        position = self.position
+        self.checkpoints.save(self.state_dict(), step=position.step, epoch=position.epoch, metrics=dict(self.figures))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state of the run, of plain types and tensors."""
+        return {
+            "position": asdict(self.position),
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.guard.optimizers],
+            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+            "scaler": self.precision.scaler.state_dict() if self.precision.scaler is not None else None,
+            "ema": self.average.state_dict() if self.average is not None else None,
+            "anomaly": self.anomaly.state_dict(),
+            "guard": self.guard.state_dict(),
+            "early_stopping": {"best": self.early_stopping.best, "waited": self.early_stopping.waited},
+            "history": self.history.state_dict(),
+            "figures": dict(self.figures),
+            "loader": self.place.state_dict(),
+            "generators": rng.capture(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the run that wrote `state` stood.
+
+        Raises:
+            ConfigError: the model or the optimizers are not those of the checkpoint; all differences at once.
+        """
+        differences = state_differences(state["model"], self.model.state_dict())
+        if len(state["optimizers"]) != len(self.guard.optimizers):
+            differences.append(
+                f"it has {len(state['optimizers'])} optimizers, the program {len(self.guard.optimizers)}"
+            )
+        parts = {"scheduler": self.scheduler, "scaler": self.precision.scaler, "ema": self.average}
+        for name, part in parts.items():
+            if (state[name] is None) != (part is None):
+                differences.append(
+                    f"it has {'no' if state[name] is None else 'a'} {name}, the program has {'one' if part is not None else 'none'}"
+                )
+        if differences:
+            raise ConfigError([f"the checkpoint does not fit: {difference}" for difference in differences])
+        self.model.load_state_dict(state["model"])
+        for optimizer, kept in zip(self.guard.optimizers, state["optimizers"], strict=True):
+            _load_optimizer(optimizer, kept)
+        for name, part in parts.items():
+            if part is not None:
+                part.load_state_dict(state[name])
+        self.position = Position(**state["position"])
+        self.anomaly.load_state_dict(state["anomaly"])
+        self.guard.load_state_dict(state["guard"])
+        self.early_stopping.best = state["early_stopping"]["best"]
+        self.early_stopping.waited = state["early_stopping"]["waited"]
+        self.history.load_state_dict(state["history"])
+        self.figures = dict(state["figures"])
+        self.place.load_state_dict(state["loader"])
+        self.generators = state["generators"]
+
+
+def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load an optimizer's state.
+
+    Raises:
+        ConfigError: its groups or parameters are others than those of the checkpoint.
+    """
+    try:
+        optimizer.load_state_dict(state)
+    except (ValueError, KeyError) as error:
+        raise ConfigError([f"the checkpoint does not fit: its {type(optimizer).__name__} state: {error}"]) from error
+
+
+def reads_late(config: Config, optimizer: Optimizer, precision: Precision, train_step: object) -> bool:
+    """Whether the device can leave out a non-finite step by itself, so that the host need not wait for the flag.
+
+    It takes an accelerator (on a CPU there is nothing to wait for) and a fused optimizer, which reads `found_inf`.
+    """
+    if (
+        precision.device.type != "cuda"
+        or precision.scaler is not None
+        or train_step is not None
+        or config.accumulate > 1
+    ):
+        return False
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
+def value_of(loss: Any) -> Tensor | float:
+    """What a user's step returned, as one number.
+
+    Raises:
+        TypeError: it returned nothing, or not one number.
+    """
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.detach().reshape(())
+    if isinstance(loss, (int, float)) and not isinstance(loss, bool):
+        return float(loss)
+    got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise TypeError(f"train_step must return the loss, one number (got {got}); end it with `return loss`")
+
+
+def no_batches(epoch: int) -> str:
+    """What to say about a loader without batches."""
+    if epoch == 0:
+        return "the training loader must give at least one batch (got none); look at its data set, batch_size and drop_last"
+    return (
+        f"the training loader gave no batch in epoch {epoch + 1}: an iterator can be read only once; "
+        "pass a DataLoader, or any object whose __iter__ starts anew"
+    )

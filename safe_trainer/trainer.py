@@ -1,0 +1,374 @@
+"""SafeTrainer: the objects of a training program, checked, put together and run. Needs no Hydra and no YAML.
+
+Touches the model (device, mode, weights), the optimizers and the run's folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from safe_trainer.checkpoint import Checkpoints, infinite_tensors
+from safe_trainer.config import Config, ConfigError, Interval, parse
+from safe_trainer.evaluation import evaluate
+from safe_trainer.findings import CheckResult, Finding, Report, SafetyError, Severity
+from safe_trainer.guard import Guard, needs_closure, reachable_scalers
+from safe_trainer.loggers import JsonLines, TensorBoard
+from safe_trainer.loggers.sink import Sink
+from safe_trainer.loop import DEFAULT_EPOCHS, Loop, TrainStep
+from safe_trainer.output import Output
+from safe_trainer.precision import Precision
+from safe_trainer.run_folder import new_run_folder, save_start, use_run_folder
+from safe_trainer.task import Supervised, Task
+from safe_trainer.terminal import Progress
+from safe_trainer.utils import rng
+from safe_trainer.utils.anomaly import AnomalyDetector
+
+log = logging.getLogger(__name__)
+
+RUNS = Path("runs")
+
+GROUPS = ("model", "data", "loss", "task", "optimizer", "scheduler", "metrics", "logger")
+"""Config groups that name objects to build; this class takes the objects themselves."""
+
+
+class SafeTrainer:
+    """Trains a PyTorch model and does not let it fail in silence.
+
+    Args:
+        model: the network; moved to the device of `config["device"]`.
+        loss_fn: called as ``loss_fn(output, target)``; may be None with a `train_step` or a `task`.
+        optimizer: holds the model's parameters.
+        train_loader: any iterable of batches that can be read once for each epoch.
+        val_loader: the same for held-out data; without it nothing is evaluated.
+        scheduler: a learning-rate scheduler; advanced each epoch, or each step with ``scheduler_interval="step"``.
+        train_step: callable(model, loss_fn, optimizer, batch) -> loss, the user's own step with ``optimizer.step()``
+            in it. The trainer then sets no modes and clears no gradients.
+        eval_step: callable(model, loss_fn, val_loader) -> float, lower is better; the user's own evaluation.
+        other_optimizers: further optimizers that the user's own step drives.
+        num_classes: of a classifier; for the checks of the first loss.
+        config: overrides of the schema (safe_trainer.config.Config): any mapping, dotted keys allowed.
+        task: callable(model, batch) -> mapping with ``loss``; see safe_trainer.task.
+        metrics: a torchmetrics MetricCollection, or a mapping of name to metric, measured on held-out data.
+        test_loader: data for one evaluation at the very end; it never selects a model.
+        loggers: sinks of the log; None means JSON lines and TensorBoard.
+
+    Raises:
+        ConfigError: mistakes in `config` or in how the objects fit together, all at once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any], Any] | None,
+        optimizer: Optimizer,
+        train_loader: Iterable[Any],
+        val_loader: Iterable[Any] | None = None,
+        scheduler: Any = None,
+        *,
+        train_step: TrainStep | None = None,
+        eval_step: Callable[[nn.Module, Any, Any], Any] | None = None,
+        other_optimizers: Sequence[Optimizer] = (),
+        num_classes: int | None = None,
+        config: Mapping[str, Any] | DictConfig | Config | None = None,
+        task: Task | None = None,
+        metrics: Any = None,
+        test_loader: Iterable[Any] | None = None,
+        loggers: Sequence[Sink] | None = None,
+    ) -> None:
+        self.config = config if isinstance(config, Config) else parse(config)
+        self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
+        self.train_loader, self.val_loader, self.test_loader = train_loader, val_loader, test_loader
+        self.scheduler, self.train_step, self.eval_step = scheduler, train_step, eval_step
+        self.optimizers = [optimizer, *other_optimizers]
+        self.num_classes = num_classes
+        self.given_task, self.loggers = task, loggers
+        self.built_from_config = isinstance(config, Config)
+        self._hold_together()
+        self.device = self._device()
+        self.task: Task = task or Supervised(loss_fn or _no_loss)
+        self.model.to(self.device)
+        if self.config.channels_last:
+            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.precision = Precision(self.config.precision, self.device)
+        self.metrics = _as_collection(metrics, self.device)
+        self.average = self._average()
+        self.report = Report()
+        self.loop: Loop | None = None
+        self._folder: Path | None = None
+
+    # --- what a user calls -------------------------------------------------------------------------------------------
+
+    def run(self) -> Report:
+        """Check the program, then train it.
+
+        Raises:
+            SafetyError: an error was found and `on_fault` is stop; its ``report`` holds the findings.
+        """
+        return self.fit()
+
+    def fit(self) -> Report:
+        """Train without the checks before."""
+        if self.loop is not None:
+            raise RuntimeError("this trainer has run; make a new SafeTrainer for another run")
+        output, progress = self._output()
+        self.loop = self._loop(output)
+        self._resume(self.loop)
+        output.start_after(self.loop.position.step)
+        try:
+            with progress:
+                self._prepare_modes()
+                self.loop.fit()
+        finally:
+            self._gather(self.loop)
+            output.close()
+        if self.test_loader is not None and self.report.ok:
+            self.report.metrics.update(self._evaluated(self.test_loader, "test"))
+        if not self.report.ok and self.config.on_fault.value == "stop":
+            raise SafetyError(self.report)
+        return self.report
+
+    def evaluate(self) -> dict[str, float]:
+        """Loss and metrics on the held-out data, of the averaged weights where an average is kept."""
+        if self.val_loader is None or self.config.limit_val_batches == 0:
+            return {}
+        if self.eval_step is not None:
+            with rng.isolated():
+                return {"val/loss": float(self.eval_step(self.model, self.loss_fn, self.val_loader))}
+        if self.given_task is None and self.loss_fn is None:
+            return {}  # a step of the user's own says nothing about how to judge a batch
+        return self._evaluated(self.val_loader, "val")
+
+    def preflight(self) -> list[CheckResult]:
+        """Check the program before it is trained: not there yet."""
+        raise ConfigError(["the checks before a run (preflight) come with a later version; train with mode=train"])
+
+    def find_lr(self) -> Any:
+        """Find a learning rate: not there yet."""
+        raise ConfigError(["the learning-rate finder comes with a later version; set optimizer.lr yourself"])
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder; made when it is first asked for."""
+        if self._folder is None:
+            given = self.config.run_dir
+            self._folder = use_run_folder(Path(given)) if given else new_run_folder(RUNS, self.config.name)
+            self.report.path = self._folder
+        return self._folder
+
+    # --- how it is put together --------------------------------------------------------------------------------------
+
+    def _hold_together(self) -> None:
+        """Raise one ConfigError for all that does not fit together."""
+        config, problems = self.config, []
+        own_step = self.train_step is not None
+        if not isinstance(self.model, nn.Module):
+            problems.append(f"model must be a torch.nn.Module (got {type(self.model).__name__})")
+        for optimizer in self.optimizers:
+            if not isinstance(optimizer, Optimizer):
+                problems.append(f"optimizer must be a torch.optim.Optimizer (got {type(optimizer).__name__})")
+            elif needs_closure(optimizer) and not own_step:
+                problems.append(
+                    f"optimizer {type(optimizer).__name__} evaluates the model itself through a closure; "
+                    "pass a train_step that calls optimizer.step(closure)"
+                )
+        if self.loss_fn is None and self.given_task is None and not own_step:
+            problems.append("loss_fn must be given when there is neither a task nor a train_step (got None)")
+        if not hasattr(self.train_loader, "__iter__"):
+            problems.append(f"train_loader must be an iterable of batches (got {type(self.train_loader).__name__})")
+        if len(self.optimizers) > 1 and not own_step:
+            problems.append("other_optimizers need a train_step that drives them (got none)")
+        for option, unset in (("accumulate", 1), ("clip_norm", None), ("clip_value", None), ("compile", False)):
+            if own_step and getattr(config, option) != unset:
+                problems.append(f"{option} must stay {unset} beside a train_step: do it in the step itself (got "
+                                f"{getattr(config, option)})")  # fmt: skip
+        if own_step and config.precision.value not in ("fp32", "auto"):
+            problems.append(
+                f"precision must stay fp32 beside a train_step: use autocast in it (got {config.precision.value})"
+            )
+        if not self.built_from_config:
+            problems += [
+                f"{group} must not be in config: pass the object itself (got {getattr(config, group)})"
+                for group in GROUPS
+                if getattr(config, group) is not None
+            ]
+        plateau = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        if plateau and config.scheduler_interval is Interval.step:
+            problems.append("scheduler_interval must be epoch for ReduceLROnPlateau: it looks at a metric (got step)")
+        if problems:
+            raise ConfigError(problems)
+
+    def _device(self) -> torch.device:
+        """The device of the run. Beside a train_step, auto leaves the model where it is: the step was written for that."""
+        if self.config.device == "auto" and self.train_step is not None:
+            return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        return resolve_device(self.config.device)
+
+    def _average(self) -> AveragedModel | None:
+        if self.config.ema_decay is None:
+            return None
+        average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(self.config.ema_decay))
+        return average.requires_grad_(False)
+
+    def _loop(self, output: Output) -> Loop:
+        config = self.config
+        guard = Guard(
+            config.guard,
+            self.model,
+            self.optimizers,
+            on_fault=config.on_fault,
+            folder=self.folder,
+            restorable=[self.scheduler, self.average, self.precision.scaler],
+        )
+        scaled = self.precision.scaler is not None or (self.train_step and any(reachable_scalers(self.train_step)))
+        return Loop(
+            config,
+            self.model,
+            self.task,
+            self.optimizer,
+            self.train_loader,
+            scheduler=self.scheduler,
+            precision=self.precision,
+            guard=guard,
+            anomaly=AnomalyDetector(config, self.optimizer, self.model, check_nan=not scaled),
+            output=output,
+            checkpoints=self._checkpoints(),
+            evaluate=self.evaluate,
+            average=self.average,
+            train_step=self._user_step() if self.train_step else None,
+        )
+
+    def _user_step(self) -> Callable[[Any], Any]:
+        step, model, loss_fn, optimizer = self.train_step, self.model, self.loss_fn, self.optimizer
+        assert step is not None
+        return lambda batch: step(model, loss_fn, optimizer, batch)
+
+    def _checkpoints(self) -> Checkpoints | None:
+        options = self.config.checkpoint
+        if not options.enabled:
+            return None
+        return Checkpoints(
+            self.folder / "checkpoints",
+            keep_last=options.keep_last,
+            keep_best=options.keep_best,
+            metric=options.metric,
+            direction=options.direction,
+            may_be_infinite=infinite_tensors({"model": self.model.state_dict()}),
+        )
+
+    def _output(self) -> tuple[Output, Progress]:
+        folder = self.folder
+        save_start(folder, self.config, sys.argv)
+        sinks = self.loggers if self.loggers is not None else (JsonLines(folder), TensorBoard(folder))
+        length = len(self.train_loader) if hasattr(self.train_loader, "__len__") else None
+        progress = Progress(
+            total_steps=total_steps(self.config, length),
+            total_epochs=None if self.config.max_steps else self.config.max_epochs or DEFAULT_EPOCHS,
+            shown=self.config.progress,
+        )
+        return Output(sinks, progress), progress
+
+    def _prepare_modes(self) -> None:
+        """Training begins in training mode; parts that are in eval on purpose stay there."""
+        assert self.loop is not None
+        if self.config.seed is not None and self.loop.position.step == 0:
+            rng.seed_everything(self.config.seed)
+        if any(module.training for module in self.model.modules()):
+            return
+        self.model.train()
+        self.report.add(
+            Finding(
+                fault="model.stuck_in_eval",
+                severity=Severity.info,
+                stage="training",
+                evidence="every module was in eval mode at the start; the model was put into training mode",
+                cause="pretrained models come in eval mode, and model.eval() stays in force until model.train()",
+                remedy="call model.train() yourself, or model.train() on just the parts that are to learn",
+            )
+        )
+
+    def _evaluated(self, loader: Iterable[Any], part: str) -> dict[str, float]:
+        figures = evaluate(
+            self.average.module if self.average is not None else self.model,
+            self.task,
+            loader,
+            precision=self.precision,
+            metrics=self.metrics,
+            limit=self.config.limit_val_batches,
+            channels_last=self.config.channels_last,
+        )
+        return {f"{part}/{name}": value for name, value in figures.items()}
+
+    def _resume(self, loop: Loop) -> None:
+        """Go on from a checkpoint, if the configuration says so and there is one."""
+        which = self.config.resume
+        if which is None:
+            return
+        store = loop.checkpoints or Checkpoints(self.folder / "checkpoints")
+        if which == "last" and not store.all():
+            log.warning("There is no checkpoint in %s yet: the run starts anew.", store.folder)
+            return
+        state, info = store.load(which)
+        missing = sorted({"position", "model", "optimizers", "generators"} - set(state))
+        if missing:
+            raise ConfigError(
+                [f"resume must name a checkpoint of a run (got {info.path}, which has no {', '.join(missing)})"]
+            )
+        loop.load_state_dict(state)
+        log.info("Going on from step %d (%s).", loop.position.step, info.path)
+
+    def _gather(self, loop: Loop) -> None:
+        """What the run has to say, also when it was broken off."""
+        loop.history.flush()
+        self.report.add(*loop.findings, *loop.guard.findings)
+        self.report.history = loop.history.columns
+        self.report.metrics.update(loop.figures)
+
+
+def total_steps(config: Config, batches: int | None) -> int | None:
+    """Training steps of the whole run, where that is known beforehand."""
+    if config.max_steps is not None:
+        return config.max_steps
+    if batches is None:
+        return None
+    limit = config.limit_train_batches
+    return (batches if limit is None else min(limit, batches)) * (config.max_epochs or DEFAULT_EPOCHS)
+
+
+def resolve_device(choice: str) -> torch.device:
+    """The device that `choice` names; auto takes an accelerator if there is one.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    if choice == "auto":
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        device = torch.device(choice)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError([f"device must be auto or one that is there (got {choice!r}: {reason})"]) from error
+    return device
+
+
+def _as_collection(metrics: Any, device: torch.device) -> Any:
+    if not metrics:
+        return None
+    from torchmetrics import MetricCollection  # half a second; only where metrics are used
+
+    collection = metrics if isinstance(metrics, MetricCollection) else MetricCollection(dict(metrics))
+    return collection.to(device)
+
+
+def _no_loss(*_: object) -> Any:
+    raise ConfigError(["evaluation needs a loss_fn, a task or an eval_step (got none)"])

@@ -1,0 +1,31 @@
+"""Fixtures for all tests: one thread, generators put back, no folder made where the tests were started."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+
+os.environ.pop("DEBUG_ANOMALY", None)
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def same_start():
+    """Every test begins with the same generators and leaves no anomaly mode behind."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    yield
+    assert not torch.is_anomaly_enabled(), "a test left autograd's anomaly mode on"
+
+
+@pytest.fixture
+def run_config(tmp_path):
+    """Options of a quiet run in a folder of its own."""
+
+    def options(**overrides):
+        return {"run_dir": str(tmp_path / "run"), "progress": False, **overrides}
+
+    return options
