@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
 import logging
 import platform
@@ -34,10 +33,11 @@ class ClockedDataset(TensorDataset):
 
     def __init__(self, *tensors: Tensor) -> None:
         super().__init__(*tensors)
-        self.asked_at: list[float] = []
+        self.asked_at: list[tuple[float, float]] = []
+        """For each batch: the time on the wall, and the processor time of this process, in seconds."""
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, ...]]:
-        self.asked_at.append(time.perf_counter())
+        self.asked_at.append((time.perf_counter(), time.process_time()))
         return [self[index] for index in indices]  # as a DataLoader does for any data set
 
 
@@ -135,7 +135,7 @@ def ignite(model: nn.Module, loss_fn: nn.Module, optimizer: torch.optim.Optimize
 
 
 def measure(workload: Workload, data: ClockedDataset, loop: Loop) -> tuple[float, float, dict[str, Tensor]]:
-    """Mean and median seconds of a step in one training, and the weights it ends with."""
+    """Seconds and processor seconds of a step in one training, and the weights it ends with."""
     torch.manual_seed(0)
     model = workload.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -144,9 +144,8 @@ def measure(workload: Workload, data: ClockedDataset, loop: Loop) -> tuple[float
     loop(model, nn.CrossEntropyLoss(), optimizer, DataLoader(data, batch_size=workload.batch_size))
     if len(data.asked_at) != workload.warm + workload.steps:
         raise RuntimeError(f"a loop took {len(data.asked_at)} batches instead of {workload.warm + workload.steps}")
-    times = data.asked_at[workload.warm - 1 :]
-    each = [after - before for before, after in itertools.pairwise(times)]
-    return (times[-1] - times[0]) / workload.steps, statistics.median(each), model.state_dict()
+    (started, started_cpu), (ended, ended_cpu) = data.asked_at[workload.warm - 1], data.asked_at[-1]
+    return (ended - started) / workload.steps, (ended_cpu - started_cpu) / workload.steps, model.state_dict()
 
 
 @dataclass(kw_only=True)
@@ -163,8 +162,8 @@ class Row:
     """First quartile of the ratios."""
     high: float
     """Third quartile of the ratios."""
-    median_ratio: float
-    """The same with each round's median step for its mean: blind to what comes seldom, and to a busy machine."""
+    cpu_ratio: float
+    """The same for processor time, median: other programs on the machine disturb it less."""
     same_weights: bool
     """Whether all weights and buffers at the end equal those of plain, bit for bit, in every round."""
 
@@ -172,30 +171,30 @@ class Row:
 def compare(workload: Workload, loops: dict[str, Loop], rounds: int) -> list[Row]:
     """All loops on one workload, interleaved."""
     data, names = workload.data(), list(loops)
-    means: dict[str, list[float]] = {name: [] for name in names}
-    medians: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    processor: dict[str, list[float]] = {name: [] for name in names}
     same = dict.fromkeys(names, True)
     for turn in range(rounds):
         weights = {}
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            mean, median, weights[name] = measure(workload, data, loops[name])
-            means[name].append(mean)
-            medians[name].append(median)
+            wall, cpu, weights[name] = measure(workload, data, loops[name])
+            seconds[name].append(wall)
+            processor[name].append(cpu)
         for name in names:
             same[name] &= all(torch.equal(weights["plain"][key], weights[name][key]) for key in weights["plain"])
     rows = []
     for name in names:
-        ratios = to_plain(means, name)
+        ratios = to_plain(seconds, name)
         low, middle, high = statistics.quantiles(ratios, n=4) if rounds > 1 else ratios * 3
         rows.append(
             Row(
                 workload=workload.name,
                 loop=name,
-                milliseconds=1000 * statistics.median(means[name]),
+                milliseconds=1000 * statistics.median(seconds[name]),
                 ratio=middle,
                 low=low,
                 high=high,
-                median_ratio=statistics.median(to_plain(medians, name)),
+                cpu_ratio=statistics.median(to_plain(processor, name)),
                 same_weights=same[name],
             )
         )
@@ -207,11 +206,11 @@ def to_plain(seconds: dict[str, list[float]], name: str) -> list[float]:
 
 
 def table(rows: list[Row]) -> str:
-    titles = ("workload", "loop", "ms a step", "to plain", "quartiles", "median step", "same weights")
+    titles = ("workload", "loop", "ms a step", "to plain", "quartiles", "processor time", "same weights")
     lines = [titles, tuple("---" for _ in titles)]
     for row in rows:
         spread, same = f"{row.low:.3f} to {row.high:.3f}", "yes" if row.same_weights else "NO"
-        figures = f"{row.milliseconds:.3f}", f"{row.ratio:.3f}", spread, f"{row.median_ratio:.3f}"
+        figures = f"{row.milliseconds:.3f}", f"{row.ratio:.3f}", spread, f"{row.cpu_ratio:.3f}"
         lines.append((row.workload, row.loop, *figures, same))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -48,7 +48,8 @@ def list_pictures(folder: Path) -> Listing:
     """
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"{folder} must be a folder with a subfolder of pictures for each class (there is none)"
+            f"{folder.absolute()} must be a folder with a subfolder of pictures for each class (there is none); "
+            "set data.root to where the pictures are"
         )
     classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     paths: list[Path] = []
@@ -59,8 +60,8 @@ def list_pictures(folder: Path) -> Listing:
         labels += [label] * len(found)
     if not paths:
         raise FileNotFoundError(
-            f"{folder} must hold pictures as <class>/<name>, with a suffix such as .jpg or .png (got none; its "
-            f"subfolders: {', '.join(classes[:10]) or 'none'})"
+            f"{folder.absolute()} must hold pictures as <class>/<name>, with a suffix such as .jpg or .png (got "
+            f"none; its subfolders: {', '.join(classes[:10]) or 'none'})"
         )
     return Listing(folder=folder, paths=paths, labels=np.array(labels, dtype=np.int64), classes=classes)
 

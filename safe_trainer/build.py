@@ -47,6 +47,10 @@ def target_problems(config: Config) -> list[str]:
     ]
     if not config.loss and not config.task:
         problems.append("loss must be given when there is no task: loss=NAME, one of conf/loss")
+    try:
+        resolve_device(config.device)
+    except ConfigError as error:
+        problems += error.problems
     sound = []
     for group, node in _nodes(config):
         found = _node_problems(node, group, SUPPLIED.get(group.split(".")[0]))
@@ -239,7 +243,9 @@ def make(node: Mapping[str, Any], where: str, **supplied: Any) -> Any:
 
 def build(config: Config, folder: Path) -> SafeTrainer:
     """The whole program of a configuration that has passed `target_problems`, ready to run in `folder`."""
-    assert config.model is not None and config.data is not None and config.optimizer is not None
+    assert config.model is not None
+    assert config.data is not None
+    assert config.optimizer is not None
     if config.seed is not None:
         rng.seed_everything(config.seed)  # the weights are part of what a seed determines
     model = make(config.model, "model")

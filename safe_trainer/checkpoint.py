@@ -231,8 +231,11 @@ class Checkpoints:
         )
 
     def _free_name(self, step: int) -> Path:
-        """A name nobody has: a step that is saved again must not spoil the checkpoint which is there."""
-        taken = {path.stem for path in _files(self.folder)}
+        """A name of no checkpoint: a step that is saved again must not spoil the one which is there.
+
+        Data that a killed write left without its marker is no checkpoint: its name is free, and it is replaced.
+        """
+        taken = {path.stem for path in _files(self.folder) if path.suffix == ".json" or is_being_written(path)}
         stem, again = f"step-{step:08d}", 1
         while stem in taken:
             again += 1

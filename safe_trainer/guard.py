@@ -106,12 +106,9 @@ class Weights:
         self._state: list[Any] | None = None
         self._candidate: list[Any] | None = None
 
-    def _parts(self) -> list[Any]:
-        return [self._model, *self._optimizers, *self._others]
-
     def take(self) -> None:
         """A new state to go back to, once `confirm` has been called: the next step may show that it was bad."""
-        self._candidate = [copy.deepcopy(part.state_dict()) for part in self._parts()]
+        self._candidate = [copy.deepcopy(part.state_dict()) for part in self._parts]
 
     def confirm(self) -> None:
         """The step after `take` was finite, so what was taken is good."""
@@ -122,7 +119,7 @@ class Weights:
         """Go back; false if there is nothing to go back to yet."""
         if self._state is None:
             return False
-        for part, state in zip(self._parts(), self._state, strict=True):
+        for part, state in zip(self._parts, self._state, strict=True):
             part.load_state_dict(copy.deepcopy(state))  # a copy: an optimizer goes on to change what it loads
         self._candidate = None
         return True
@@ -337,9 +334,9 @@ def needs_closure(optimizer: Optimizer) -> bool:
 def reachable_scalers(step: Callable[..., Any]) -> Iterator[torch.amp.GradScaler]:
     """The GradScalers that a user's own step can reach: in its closure, its globals or the object it belongs to."""
     function = inspect.unwrap(step)
-    owner = getattr(function, "__self__", None) or (function if not inspect.isroutine(function) else None)
+    owner = function if not inspect.isroutine(function) else getattr(function, "__self__", None)
     places: list[Any] = list(vars(owner).values()) if hasattr(owner, "__dict__") else []
-    code = getattr(function, "__func__", getattr(function, "__call__", function) if owner is function else function)
+    code = type(function).__call__ if owner is function else getattr(function, "__func__", function)
     try:
         names = inspect.getclosurevars(code)
         places += [*names.nonlocals.values(), *names.globals.values()]

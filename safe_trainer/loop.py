@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +18,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
-from safe_trainer.checkpoint import Checkpoints, is_lower_better, state_differences
-from safe_trainer.config import Config, ConfigError, EarlyStoppingConfig, Interval, OnFault
+from safe_trainer.checkpoint import Checkpoints
+from safe_trainer.config import Config, ConfigError, Interval, OnFault
+from safe_trainer.early_stopping import EarlyStopping
 from safe_trainer.findings import Finding, Severity
 from safe_trainer.guard import SCALE_FLOOR, Action, Attempt, Guard, global_norm
 from safe_trainer.history import History
 from safe_trainer.loader_state import LoaderState
 from safe_trainer.output import Output
 from safe_trainer.precision import Precision
+from safe_trainer.run_state import state_of
 from safe_trainer.task import Task, count_of, extra_figures, loss_of, to_device
 from safe_trainer.utils import rng
 from safe_trainer.utils.anomaly import AnomalyDetector, raised_by_anomaly_mode
@@ -54,35 +56,6 @@ class Pending:
     attempt: Attempt
     finite: Tensor
     states_before: int
-
-
-class EarlyStopping:
-    """Counts evaluations without improvement."""
-
-    def __init__(self, config: EarlyStoppingConfig) -> None:
-        self.config = config
-        self.best: float | None = None
-        self.waited = 0
-
-    def wants_to_stop(self, figures: dict[str, float]) -> bool:
-        """Take note of one evaluation; true when patience has run out.
-
-        Raises:
-            ConfigError: the watched metric is not among the figures.
-        """
-        if self.config.patience is None:
-            return False
-        value = figures.get(self.config.metric)
-        if value is None:
-            known = ", ".join(sorted(figures)) or "none: there is no validation data"
-            raise ConfigError([f"early_stopping.metric must be a figure of the evaluation (got {self.config.metric!r}; "
-                               f"there are: {known})"])  # fmt: skip
-        sign = 1.0 if is_lower_better(self.config.metric, self.config.direction.value) else -1.0
-        if self.best is None or sign * value < sign * self.best - self.config.min_delta:
-            self.best, self.waited = value, 0
-        else:
-            self.waited += 1  # a NaN is never an improvement
-        return self.waited >= self.config.patience
 
 
 class Loop:
@@ -247,7 +220,7 @@ class Loop:
         return loss, extra_figures(outcome)
 
     def share(self, count: int) -> float:
-        """This batch's weight in its group, relative to the group's first batch, so that equal batches have weight 1."""
+        """Weight of this batch in its group, relative to the group's first: equal batches have weight 1."""
         if self.group_batches == 0:
             self.group_size = count
         weight = count / self.group_size
@@ -284,7 +257,7 @@ class Loop:
         return norm
 
     def is_finite(self, loss: Tensor, norm: Tensor | None = None, gradients: list[Tensor] | None = None) -> bool:
-        """The fuse's question. Under loss scaling only the loss counts: overflowing gradients are the scaler's matter."""
+        """The fuse's question. Under loss scaling only the loss counts: the scaler sees to overflowing gradients."""
         if self.precision.scaler is not None:
             return self.guard.holds(loss, None, ())
         if gradients is None:
@@ -401,9 +374,9 @@ class Loop:
             stage="training",
             where=None,
             step=self.position.step,
-            evidence=f"the loss scale fell to {self.precision.scaler.get_scale():g}: gradients overflow float16 unscaled",
+            evidence=f"the loss scale fell to {self.precision.scaler.get_scale():g}: true gradients overflow float16",
             cause="gradients or activations are too large for float16, or one of them is not finite in any precision",
-            remedy="train with precision=bf16 or fp32 to see which; lower the learning rate or clip_norm; look for a NaN",
+            remedy="train with precision=bf16 or fp32 to see which it is; lower the learning rate; look for a NaN",
         )
         if not any(earlier.fault == finding.fault for earlier in self.findings):
             self.findings.append(finding)
@@ -433,72 +406,7 @@ class Loop:
         self.settle()
         self.output.flush()
         position = self.position
-        self.checkpoints.save(self.state_dict(), step=position.step, epoch=position.epoch, metrics=dict(self.figures))
-
-    def state_dict(self) -> dict[str, Any]:
-        """All state of the run, of plain types and tensors."""
-        return {
-            "position": asdict(self.position),
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.guard.optimizers],
-            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
-            "scaler": self.precision.scaler.state_dict() if self.precision.scaler is not None else None,
-            "ema": self.average.state_dict() if self.average is not None else None,
-            "anomaly": self.anomaly.state_dict(),
-            "guard": self.guard.state_dict(),
-            "early_stopping": {"best": self.early_stopping.best, "waited": self.early_stopping.waited},
-            "history": self.history.state_dict(),
-            "figures": dict(self.figures),
-            "loader": self.place.state_dict(),
-            "generators": rng.capture(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the run that wrote `state` stood.
-
-        Raises:
-            ConfigError: the model or the optimizers are not those of the checkpoint; all differences at once.
-        """
-        differences = state_differences(state["model"], self.model.state_dict())
-        if len(state["optimizers"]) != len(self.guard.optimizers):
-            differences.append(
-                f"it has {len(state['optimizers'])} optimizers, the program {len(self.guard.optimizers)}"
-            )
-        parts = {"scheduler": self.scheduler, "scaler": self.precision.scaler, "ema": self.average}
-        for name, part in parts.items():
-            if (state[name] is None) != (part is None):
-                differences.append(
-                    f"it has {'no' if state[name] is None else 'a'} {name}, the program has {'one' if part is not None else 'none'}"
-                )
-        if differences:
-            raise ConfigError([f"the checkpoint does not fit: {difference}" for difference in differences])
-        self.model.load_state_dict(state["model"])
-        for optimizer, kept in zip(self.guard.optimizers, state["optimizers"], strict=True):
-            _load_optimizer(optimizer, kept)
-        for name, part in parts.items():
-            if part is not None:
-                part.load_state_dict(state[name])
-        self.position = Position(**state["position"])
-        self.anomaly.load_state_dict(state["anomaly"])
-        self.guard.load_state_dict(state["guard"])
-        self.early_stopping.best = state["early_stopping"]["best"]
-        self.early_stopping.waited = state["early_stopping"]["waited"]
-        self.history.load_state_dict(state["history"])
-        self.figures = dict(state["figures"])
-        self.place.load_state_dict(state["loader"])
-        self.generators = state["generators"]
-
-
-def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load an optimizer's state.
-
-    Raises:
-        ConfigError: its groups or parameters are others than those of the checkpoint.
-    """
-    try:
-        optimizer.load_state_dict(state)
-    except (ValueError, KeyError) as error:
-        raise ConfigError([f"the checkpoint does not fit: its {type(optimizer).__name__} state: {error}"]) from error
+        self.checkpoints.save(state_of(self), step=position.step, epoch=position.epoch, metrics=dict(self.figures))
 
 
 def reads_late(config: Config, optimizer: Optimizer, precision: Precision, train_step: object) -> bool:
@@ -533,7 +441,7 @@ def value_of(loss: Any) -> Tensor | float:
 def no_batches(epoch: int) -> str:
     """What to say about a loader without batches."""
     if epoch == 0:
-        return "the training loader must give at least one batch (got none); look at its data set, batch_size and drop_last"
+        return "the training loader must give at least one batch (got none); look at its data, batch_size and drop_last"
     return (
         f"the training loader gave no batch in epoch {epoch + 1}: an iterator can be read only once; "
         "pass a DataLoader, or any object whose __iter__ starts anew"

@@ -35,7 +35,7 @@ def fault_of(culprit: Culprit) -> str:
     name = culprit.operation.split(".")[1].rstrip("_") if "." in culprit.operation else culprit.operation
     if name in LOGARITHMS:
         return "loss.log_of_zero"
-    overflowed = culprit.value in ("inf", "-inf") and any(o.dtype == "float16" for o in culprit.operands)
+    overflowed = culprit.value in ("inf", "-inf") and torch.float16 in (culprit.dtype, *(o.dtype for o in culprit.operands))
     return "precision.overflow" if overflowed else "forward.nonfinite"
 
 
@@ -50,7 +50,7 @@ def finding_from_trace(trace: Trace | None, step: int, batch: str, error: BaseEx
             where=culprit.module or culprit.name,
             step=step,
             source=culprit.source,
-            evidence=culprit.evidence(),
+            evidence=culprit.describe().removesuffix(f", {culprit.explanation}; {culprit.remedy}"),
             cause=culprit.explanation,
             remedy=culprit.remedy,
         )

@@ -28,6 +28,7 @@ from safe_trainer.loop import DEFAULT_EPOCHS, Loop, TrainStep
 from safe_trainer.output import Output
 from safe_trainer.precision import Precision
 from safe_trainer.run_folder import new_run_folder, save_start, use_run_folder
+from safe_trainer.run_state import NEEDED, restore
 from safe_trainer.task import Supervised, Task
 from safe_trainer.terminal import Progress
 from safe_trainer.utils import rng
@@ -208,7 +209,7 @@ class SafeTrainer:
             raise ConfigError(problems)
 
     def _device(self) -> torch.device:
-        """The device of the run. Beside a train_step, auto leaves the model where it is: the step was written for that."""
+        """The device of the run. Beside a train_step, auto leaves the model where it is: its step counts on that."""
         if self.config.device == "auto" and self.train_step is not None:
             return next((p.device for p in self.model.parameters()), torch.device("cpu"))
         return resolve_device(self.config.device)
@@ -318,12 +319,10 @@ class SafeTrainer:
             log.warning("There is no checkpoint in %s yet: the run starts anew.", store.folder)
             return
         state, info = store.load(which)
-        missing = sorted({"position", "model", "optimizers", "generators"} - set(state))
+        missing = ", ".join(sorted(NEEDED - set(state)))
         if missing:
-            raise ConfigError(
-                [f"resume must name a checkpoint of a run (got {info.path}, which has no {', '.join(missing)})"]
-            )
-        loop.load_state_dict(state)
+            raise ConfigError([f"resume must name a checkpoint of a run (got {info.path}, which has no {missing})"])
+        restore(loop, state)
         log.info("Going on from step %d (%s).", loop.position.step, info.path)
 
     def _gather(self, loop: Loop) -> None:

@@ -311,6 +311,15 @@ def test_tied_tensors_stay_tied_and_are_written_once(tmp_path):
     assert model["a"].data_ptr() == model["b"].data_ptr()
 
 
+def test_tied_tensors_that_must_be_copied_stay_tied():
+    large = torch.randn(1000)
+    for copy in (True, False):  # without it they are copied as views of a larger storage
+        model = plain_state({"model": {"a": large[:10], "b": large[:10], "c": large[10:20]}}, copy=copy)["model"]
+        assert model["a"].data_ptr() == model["b"].data_ptr()
+        assert torch.equal(model["c"], large[10:20])
+        assert model["a"].data_ptr() != large.data_ptr()
+
+
 def test_a_copy_does_not_change_with_its_source():
     weight = torch.ones(3)
     for copy, expected in ((True, 1.0), (False, 5.0)):
@@ -601,7 +610,7 @@ while True:
     print(step, flush=True)
 """
     generator, reached = random.Random(0), 0
-    for _ in range(20):
+    for _ in range(10):
         victim = victims.start(script, folder)
         time.sleep(generator.uniform(0.01, 0.15))
         os.kill(victim, signal.SIGKILL)
@@ -636,6 +645,13 @@ def test_without_any_whole_checkpoint_nothing_is_pruned(two):
         marker.unlink()
     two.prune()
     assert names(two.folder) == {"step-00000010.pt", "step-00000020.pt"}
+
+
+def test_if_all_are_damaged_nothing_is_pruned(two):
+    for path in two.folder.glob("*.pt"):
+        path.write_bytes(b"x")
+    two.prune()
+    assert len(names(two.folder)) == 4
 
 
 def test_on_a_file_system_without_locks_only_old_leftovers_go(two, monkeypatch):

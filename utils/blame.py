@@ -92,7 +92,9 @@ class Blame:
 
     def _leaving(self, name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
         def leave(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            call = self._calls.pop(name)
+            call = self._calls.pop(name, None)
+            if call is None:  # a module that calls itself: only the inner call is judged
+                return
             outputs = [tensor for _, tensor in _named_tensors(output)]
             if not self._raises and not self.forward_verdict and not all(map(_finite, outputs)):
                 inputs = (tensor for _, tensor in _named_tensors((args, kwargs)))

@@ -66,31 +66,37 @@ class Facts:
 
 
 def ranges(facts: Facts) -> str:
-    """Range of every operand in words; half of the causes can be read off it."""
+    """Range of the operands in words; half of the causes can be read off it."""
     spoken = [
-        f"{named(operand)} has min {operand.minimum:.6g} and max {operand.maximum:.6g}"
+        f"{named(operand, facts.short)} has min {operand.minimum:.6g} and max {operand.maximum:.6g}"
         if operand.minimum is not None and operand.maximum is not None
-        else f"{named(operand)} has no finite element"
+        else f"{named(operand, facts.short)} has no finite element"
         for operand in facts.operands
         if operand.dtype is not torch.bool and (operand.minimum is not None or operand.bad_count)
     ]
     return ", ".join(spoken[:4]) or "its operands are empty"
 
 
-def named(operand: Operand) -> str:
+def named(operand: Operand, operation: str) -> str:
+    """An operand in words."""
+    if operand.name == "self" and operation in ("addmm", "baddbmm", "addmv"):
+        return "the bias"
     return {"self": "its input", "other": "the other operand", "input": "its input"}.get(operand.name, operand.name)
 
 
 def limit(dtype: torch.dtype) -> float:
+    """Largest finite number of a type."""
     return torch.finfo(dtype).max
 
 
 def too_large(facts: Facts) -> str:
+    """That the result does not fit its type."""
     kind = str(facts.damage.dtype).removeprefix("torch.")
     return f"{ranges(facts)}: the result is beyond the largest {kind} ({limit(facts.damage.dtype):.3g})"
 
 
 def overflow(facts: Facts) -> Account:
+    """The account of a result that does not fit its type."""
     if facts.damage.value == "nan" and facts.masked:
         return masked(facts)
     if facts.damage.dtype is torch.float16:
@@ -98,12 +104,14 @@ def overflow(facts: Facts) -> Account:
             too_large(facts),
             "run this part in float32 or bfloat16 (torch.autocast(..., enabled=False)), or scale its input down",
         )
-    return too_large(
-        facts
-    ), "normalise or clamp its input, and look for weights that have grown (learning rate too high?)"
+    return (
+        too_large(facts),
+        "normalise or clamp its input, and look for weights that have grown (learning rate too high?)",
+    )
 
 
 def masked(facts: Facts) -> Account:
+    """The account of a mask that an operation turned into NaN."""
     if "softmax" in facts.short:
         return (
             f"a whole row was masked with -inf by {facts.masked}, and softmax over nothing but -inf is 0/0",

@@ -38,7 +38,7 @@ def _gradient_of_power(facts: Facts) -> Account:
     if facts.damage.dtype is torch.float16:
         return (
             f"the gradient of a power overflows half precision ({too_large(facts)})",
-            "compute the power in float32 or bfloat16, or scale its base down; a small number added to it changes nothing",
+            "compute the power in float32 or bfloat16, or scale its base down; adding a small number does nothing",
         )
     return (
         "the gradient of a power is exponent * x ** (exponent - 1), which is infinite at 0 for an exponent below 1 "

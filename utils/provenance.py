@@ -144,6 +144,12 @@ def measure(tensor: Tensor) -> Damage:
     return Damage(value, int(bad.sum()), tensor.numel(), index, tuple(tensor.shape), dtype)
 
 
+def glance(tensor: Tensor) -> Damage:
+    """What a bad tensor needs to be followed: whether it holds a NaN. Most results after a fault are never reported."""
+    value = "nan" if bool(tensor.isnan().any()) else "inf"
+    return Damage(value, 0, tensor.numel(), (), tuple(tensor.shape), tensor.dtype)
+
+
 def survey(name: str, tensor: Tensor, damage: Damage | None = None) -> Operand:
     """Shape, type and range of an operand, and its element where the result first went bad."""
     shape, dtype = tuple(tensor.shape), tensor.dtype

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
 
@@ -18,35 +18,12 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from safe_trainer.utils import provenance
-from safe_trainer.utils.provenance import Event, Key, is_bad, overlap, plain, storage_key
+from safe_trainer.utils.operations import Call, read_call, tensors_in
+from safe_trainer.utils.provenance import Damage, Event, Key, is_bad, overlap, plain, storage_key
 from safe_trainer.utils.source_lines import Place, Stack, calls, node_place, read_stack
-
-REWRITING = frozenset(
-    [
-        "copy_",
-        "fill_",
-        "zero_",
-        "normal_",
-        "uniform_",
-        "bernoulli_",
-        "exponential_",
-        "random_",
-        "geometric_",
-        "log_normal_",
-        "cauchy_",
-        "_foreach_copy_",
-        "_foreach_zero_",
-        "set_",
-        "resize_",
-    ]
-)
-"""In-place operations that overwrite their target without reading it: what was in there is of no account."""
 
 UNSET = frozenset(["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"])
 """Operations that return memory as they find it."""
-
-RUNNING = ("running_mean", "running_var")
-"""Arguments that batch normalisation updates although its schema does not say so."""
 
 
 @dataclass(frozen=True)
@@ -70,55 +47,6 @@ class Where:
 
 
 @dataclass
-class Call:
-    """One operation with its arguments by name."""
-
-    name: str
-    pointwise: bool
-    inputs: list[tuple[str, Tensor]] = field(default_factory=list)
-    """What it reads."""
-    written: list[tuple[str, Tensor]] = field(default_factory=list)
-    """What it changes in place and also reads."""
-    targets: list[Tensor] = field(default_factory=list)
-    """What it overwrites unread."""
-    others: dict[str, Any] = field(default_factory=dict)
-
-
-def _tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, (list, tuple)):
-        for position, item in enumerate(value):
-            yield from _tensors(f"{name}[{position}]", item)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _tensors(f"{name}.{key}", item)
-
-
-def read_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Sort the arguments of an operation by what it does with them, as its schema declares."""
-    schema = getattr(func, "_schema", None)  # a higher-order operator has none
-    if schema is None:
-        reads = list(_tensors("input", list(args))) + list(_tensors("input", kwargs))
-        return Call(str(func), False, [(name, dense) for name, value in reads if (dense := plain(value)) is not None])
-    name = schema.name.replace("::", ".")
-    call = Call(name, torch.Tag.pointwise in func.tags)
-    rewrites = name.rpartition(".")[2] in REWRITING
-    for position, argument in enumerate(schema.arguments):
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        changes = argument.name in RUNNING or (argument.alias_info is not None and argument.alias_info.is_write)
-        found = list(_tensors(argument.name, value))
-        if not found:
-            call.others[argument.name] = value
-        for label, tensor in found:
-            if argument.is_out or (changes and rewrites):
-                call.targets.append(tensor)
-            else:
-                (call.written if changes else call.inputs).append((label, tensor))
-    return call
-
-
-@dataclass
 class Before:
     """What an in-place operation is about to change."""
 
@@ -127,7 +55,7 @@ class Before:
     events: list[Event]
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the non-finite results of the operations that run while it is entered."""
 
     supports_higher_order_operators = True
@@ -135,7 +63,7 @@ class Recorder(TorchDispatchMode):
     def __init__(
         self, leaves: Mapping[Key, Leaf], name_of: Callable[[nn.Module], str | None], bottom: CodeType
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.operations = 0
         self.producers = provenance.Producers()
@@ -156,7 +84,7 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run one operation and look at its result."""
-        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types if kind is not Tensor):
+        if any(getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented  # a wrapper subclass: it runs first, and the operations it is made of come here
         keywords = dict(kwargs or {})
         self.operations += 1
@@ -247,7 +175,7 @@ class Recorder(TorchDispatchMode):
         leaf = self._leaves.get(key) if key is not None else None
         whole = plain(leaf.tensor) if leaf is not None else None
         content = tensor if whole is None or not is_bad(whole) else whole
-        event = self._record(reader, where, content)
+        event = self._record(reader, where, provenance.measure(content))
         event.kind = leaf.kind if leaf is not None else "input"
         event.name = leaf.name if leaf is not None else "a tensor from outside the step"
         event.operands = (provenance.survey(event.name, content),)
@@ -258,10 +186,10 @@ class Recorder(TorchDispatchMode):
         self.producers.add(content, event)
         return event
 
-    def _record(self, operation: str, where: Where, result: Tensor) -> Event:
+    def _record(self, operation: str, where: Where, damage: Damage) -> Event:
         event = Event(
-            len(self.events), operation, where.kind, provenance.measure(result),
-            where.node, where.place, where.applied, where.module,
+            index=len(self.events), operation=operation, kind=where.kind, damage=damage,
+            node=where.node, place=where.place, applied=where.applied, module=where.module,
         )  # fmt: skip
         self.events.append(event)
         return event
@@ -272,7 +200,7 @@ class Recorder(TorchDispatchMode):
             self.producers.forget_healed(tensor)
         read = {storage_key(tensor) for _, tensor in call.inputs}
         mutated = {storage_key(tensor) for tensor in changed}
-        results = [dense for _, value in _tensors("", result) if (dense := plain(value)) is not None]
+        results = [dense for _, value in tensors_in("", result) if (dense := plain(value)) is not None]
         made = changed + [t for t in results if storage_key(t) not in read and storage_key(t) not in mutated]
         bad = [tensor for tensor in made if is_bad(tensor)]
         if bad:
@@ -298,7 +226,7 @@ class Recorder(TorchDispatchMode):
             )  # a NaN that went in explains the one that came out, an infinity may be legal
         parents = [e for _, tensor, known in operands for e in known or self._behind(tensor, call, node, stack)]
         parents += self._behind_numbers(call)
-        event = self._record(call.name, self._where(node, stack), bad[0])
+        event = self._record(call.name, self._where(node, stack), provenance.glance(bad[0]))
         event.parents = list(dict.fromkeys(parents))
         numbers = provenance.non_finite_numbers(call.others.values())
         on_purpose = all(parent.legal for parent in event.parents) if event.parents else set(numbers) == {-math.inf}
@@ -308,6 +236,7 @@ class Recorder(TorchDispatchMode):
         event.reduces = any(tensor.numel() > bad[0].numel() for _, tensor, _ in operands)
         event.writes = call.name.rpartition(".")[2] in ("copy_", "fill_", "index_put_", "masked_fill_")
         if event.origin or event.legal or event.writes:
+            event.damage = provenance.measure(bad[0])
             self._survey(event, call, before)
         for tensor in bad:
             self.producers.add(tensor, event)
@@ -351,7 +280,7 @@ class Recorder(TorchDispatchMode):
 
     def _constant(self, tensor: Tensor, node: Any, stack: Stack | None) -> None:
         """A tensor made of Python or NumPy values: the program's own numbers, or one that it had read from a tensor."""
-        event = self._record("torch.tensor", self._where(node, stack), tensor)
+        event = self._record("torch.tensor", self._where(node, stack), provenance.measure(tensor))
         if tensor.numel() == 1 and not tensor.is_complex():
             event.parents = [made for known, made in self._numbers if _same(known, float(tensor))][-1:]
         event.legal = not event.parents and provenance.is_mask(tensor)

@@ -152,7 +152,7 @@ def _domain(limits: str, cure: str) -> Callable[[Facts], Account]:
 def _nll(facts: Facts) -> Account:
     if facts.damage.value == "nan":
         return (
-            "no target counts in the mean (all are ignore_index, or the batch is empty): 0 / 0",
+            "no target counts in the mean (ignore_index, a class of weight 0, or an empty batch): 0 / 0",
             "skip such batches, or sum the losses and divide by count.clamp(min=1)",
         )
     return (
@@ -192,6 +192,15 @@ def _written(facts: Facts) -> Account:
         and not source.bad_count
     ):
         return _cast(facts)  # y.copy_(x) into a narrower type
+    if (
+        facts.short in ("mul", "foreach_mul")
+        and facts.damage.value == "nan"
+        and not any(isinstance(v, float) and math.isnan(v) for v in facts.arguments.values())
+    ):
+        return (
+            "a zero times the infinity given here is NaN",
+            "write a mask with masked_fill(mask, -inf), not as mask * -inf",
+        )
     return "the program itself writes that value here", "keep it out of what reaches the loss or a gradient"
 
 
@@ -246,7 +255,22 @@ FORWARD: dict[str, Callable[[Facts], Account]] = {
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _nll),
     **dict.fromkeys(("native_batch_norm", "native_layer_norm", "native_group_norm", "rms_norm"), _normalise),
     **dict.fromkeys(
-        ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "convolution", "add", "sub", "sum"), _contraction
+        (
+            "mm",
+            "bmm",
+            "addmm",
+            "baddbmm",
+            "matmul",
+            "linear",
+            "convolution",
+            "add",
+            "sub",
+            "sum",
+            "prod",
+            "cumprod",
+            "cumsum",
+        ),
+        _contraction,
     ),
     **dict.fromkeys(
         ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"), _unset

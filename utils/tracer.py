@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from safe_trainer.utils.facts import Facts
 from safe_trainer.utils.provenance import Damage, Event, Key, Operand, flatten_batch, is_bad, plain, storage_key
 from safe_trainer.utils.recorder import Leaf, Recorder
-from safe_trainer.utils.remedies import Facts, explain
+from safe_trainer.utils.remedies import explain
 
 __all__ = ["Culprit", "Operand", "Trace", "trace"]
 
@@ -236,7 +237,7 @@ def _unabsorbed(recorder: Recorder) -> list[Event]:
 
 
 def _verdict(ends: Mapping[str, list[Event]]) -> Culprit | None:
-    """The earliest origin behind the loss, or if that is finite behind the gradients, or else behind weights and buffers."""
+    """The earliest origin behind the loss; if that is finite, behind the gradients; else behind weights and buffers."""
     groups = [[name for name in ends if name == "loss"], [name for name in ends if name.startswith("gradient of")]]
     groups.append([name for name in ends if name not in groups[0] and name not in groups[1]])
     for group in groups:

@@ -55,9 +55,9 @@ def test_setting_up_is_not_on_the_clock(bench: ModuleType, small: object) -> Non
         bench.plain(model, loss_fn, optimizer, loader)
         time.sleep(0.5)
 
-    mean, median, _ = bench.measure(small, small.data(), slow_start)
-    assert 0 < median < 0.05
-    assert mean < 0.1  # were a pause counted, a step would take 0.1 s at least
+    seconds, processor_seconds, _ = bench.measure(small, small.data(), slow_start)
+    assert 0 < seconds < 0.1  # were a pause counted, a step would take 0.1 s at least
+    assert 0 < processor_seconds < 0.1
 
 
 def test_a_loop_that_takes_other_batches_is_an_error(bench: ModuleType, small: object) -> None:

@@ -43,9 +43,9 @@ def test_an_untrained_model_guesses():
 
 def test_branches_that_add_up_start_smaller():
     model = small(width=64, layers=8)
-    assert model.blocks[0].feed_forward[3].weight.std() == pytest.approx(0.02 / 4, rel=0.1)
-    assert model.blocks[0].attention[1].to_output.weight.std() == pytest.approx(0.02 / 4, rel=0.1)
-    assert model.blocks[0].feed_forward[1].weight.std() == pytest.approx(0.02, rel=0.1)
+    assert model.blocks[0].feed_forward[3].weight.std().item() == pytest.approx(0.02 / 4, rel=0.1)
+    assert model.blocks[0].attention[1].to_output.weight.std().item() == pytest.approx(0.02 / 4, rel=0.1)
+    assert model.blocks[0].feed_forward[1].weight.std().item() == pytest.approx(0.02, rel=0.1)
     assert (model.norm.weight == 1).all()
 
 

@@ -516,10 +516,13 @@ def test_checkpointed_modules(reentrant):
     torch.manual_seed(0)
     model = Branches()
     detector = AnomalyDetector({"anomaly_detection": True, "anomaly": {"modules": ["bad", "good"]}}, model=model)
-    part = torch.utils.checkpoint.checkpoint
+    x = (torch.rand(2, 4) + 1).requires_grad_()
+
+    def both(x):
+        return model.good(x) + model.bad(x, x)
+
     with pytest.raises(AnomalyError, match="module bad"), detector:
-        x = (torch.rand(2, 4) + 1).requires_grad_()
-        part(lambda x: model.good(x) + model.bad(x, x), x, use_reentrant=reentrant).sum().backward()
+        torch.utils.checkpoint.checkpoint(both, x, use_reentrant=reentrant).sum().backward()
 
 
 def test_unknown_modules_and_a_missing_model_are_errors():

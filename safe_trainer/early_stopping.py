@@ -1,0 +1,44 @@
+"""When a run that no longer gets better ends. Counts; touches nothing."""
+
+from __future__ import annotations
+
+import math
+
+from safe_trainer.checkpoint import is_better, is_lower_better
+from safe_trainer.config import ConfigError, EarlyStoppingConfig
+
+
+class EarlyStopping:
+    """Counts evaluations without improvement."""
+
+    def __init__(self, config: EarlyStoppingConfig) -> None:
+        self.config = config
+        self.best: float | None = None
+        self.waited = 0
+
+    def wants_to_stop(self, figures: dict[str, float]) -> bool:
+        """Take note of one evaluation; true when patience has run out.
+
+        Raises:
+            ConfigError: the watched metric is not among the figures.
+        """
+        if self.config.patience is None:
+            return False
+        metric = self.config.metric
+        if metric not in figures:
+            known = ", ".join(sorted(figures)) or "none: there is no validation data"
+            must = "early_stopping.metric must be a figure of the evaluation"
+            raise ConfigError([f"{must} (got {metric!r}; there are: {known})"])
+        lower = is_lower_better(metric, self.config.direction.value)
+        better = self.best is None or is_better(
+            figures[metric], self.best, lower=lower, min_delta=self.config.min_delta
+        )
+        if better and figures[metric] == figures[metric]:  # a NaN is never an improvement
+            self.best, self.waited = figures[metric], 0
+        else:
+            self.waited += 1
+        return self.waited >= self.config.patience
+
+    def reason(self) -> str:
+        """Why the run ended, in words."""
+        return f"no improvement of {self.config.metric} in {self.waited} evaluations"
