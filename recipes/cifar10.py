@@ -17,7 +17,7 @@ from torch import Tensor
 
 from safe_trainer.recipes.image_folder import decoded, list_pictures, require_same_classes
 from safe_trainer.recipes.pictures import Augmentation, Pictures, subset
-from safe_trainer.recipes.splits import stratified
+from safe_trainer.recipes.splits import mixed, stratified
 
 # Over the pixels of the 50,000 training pictures, on a scale from 0 to 1.
 MEAN = (0.4914, 0.4822, 0.4465)
@@ -53,7 +53,7 @@ def cifar10(
     return {
         "train": subset(train, torch.from_numpy(rest), augmentation),
         "val": subset(train, torch.from_numpy(held_out), None) if len(held_out) else None,
-        "test": test,
+        "test": subset(test, torch.from_numpy(mixed(len(test))), None),
         "num_classes": 10,
     }
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from safe_trainer.recipes.splits import stratified
+from safe_trainer.recipes.splits import mixed, stratified
 
 Bytes = NDArray[np.uint8]
 
@@ -203,20 +203,13 @@ def image_folder(root: str, size: int = 224, val_share: float = 0.1, num_classes
     others = {part: list_pictures(base / part) for part in ("val", "test") if (base / part).is_dir()}
     for other in others.values():
         require_same_classes(train, other)
-    parts = {name: FolderPictures(part.paths, part.labels, size, augment=False) for name, part in others.items()}
-    if "val" in parts:
-        return {
-            "train": FolderPictures(train.paths, train.labels, size, augment=True),
-            **parts,
-            "num_classes": len(train.classes),
-        }
-    rest, held_out = stratified(train.labels, float(val_share))
-    return {
-        "train": _rows(train, rest, size, augment=True),
-        "val": _rows(train, held_out, size, augment=False) if len(held_out) else None,
-        **parts,
-        "num_classes": len(train.classes),
+    parts: dict[str, Any] = {
+        name: _rows(part, mixed(len(part.labels)), size, augment=False) for name, part in others.items()
     }
+    rest, held_out = stratified(train.labels, 0 if "val" in others else float(val_share))
+    if len(held_out):
+        parts["val"] = _rows(train, held_out, size, augment=False)
+    return {"train": _rows(train, rest, size, augment=True), **parts, "num_classes": len(train.classes)}
 
 
 def require_same_classes(one: Listing, other: Listing) -> None:

@@ -9,7 +9,7 @@ Indices = NDArray[np.int64]
 
 
 def stratified(labels: NDArray[np.generic], held_out: float | int, seed: int = 0) -> tuple[Indices, Indices]:
-    """Indices that stay and indices that are held out, both in rising order.
+    """Indices that stay, in rising order, and indices that are held out, mixed (see `mixed`).
 
     Each class gives its share, rounded so that the total is right; the choice depends on `labels` and `seed` alone, so
     that runs with different seeds are judged on the same samples.
@@ -35,7 +35,18 @@ def stratified(labels: NDArray[np.generic], held_out: float | int, seed: int = 0
     ]
     mask = np.zeros(len(labels), dtype=bool)
     mask[np.concatenate([np.empty(0, dtype=np.int64), *chosen])] = True
-    return np.flatnonzero(~mask), np.flatnonzero(mask)
+    held = np.flatnonzero(mask)
+    return np.flatnonzero(~mask), held[mixed(len(held), seed)]
+
+
+def mixed(count: int, seed: int = 0) -> Indices:
+    """All indices below `count` in an order that `seed` fixes.
+
+    Data to be judged on often come sorted by class: the first few batches of them (`limit_val_batches`) would hold one
+    class alone.
+    """
+    order: Indices = np.random.Generator(np.random.PCG64(seed)).permutation(count)
+    return order
 
 
 def three_parts(labels: NDArray[np.generic], val_share: float, test_share: float) -> dict[str, Indices]:

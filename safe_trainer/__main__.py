@@ -6,11 +6,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +22,18 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from safe_trainer import modes
+from safe_trainer.checkpoint import CheckpointError
 from safe_trainer.config import Config, ConfigError, Mode, did_you_mean, parse
 from safe_trainer.findings import SafetyError
 
-COMMAND_MODES = (Mode.recipes, Mode.explain)
+PRINTING = (Mode.recipes, Mode.explain)
 """Modes that only print: they make no run and no folder."""
 
-EXIT_CONFIG, EXIT_PREFLIGHT, EXIT_FAULT, EXIT_INTERRUPTED = 2, 3, 4, 130
+BUILDING = (Mode.train, Mode.preflight, Mode.find_lr)
+"""Modes that build what this configuration says; the others take the configuration of an earlier run."""
+
+EXIT_CRASH, EXIT_CONFIG, EXIT_PREFLIGHT, EXIT_FAULT, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
 
 
 def main() -> None:
@@ -56,8 +59,8 @@ def run_once(composition: DictConfig, folders: list[Path]) -> int:
     """
     config = checked(composition)
     configure_log(composition.hydra.job_logging, composition.hydra.verbose)
-    if config.mode in COMMAND_MODES:
-        return print_command(config, folders)
+    if config.mode in PRINTING:
+        return guarded(lambda: print_only(config, folders))[0]
     return guarded(lambda: execute(config))[0]
 
 
@@ -105,6 +108,17 @@ def options(group: str, folders: list[Path]) -> list[str]:
     return sorted(found)
 
 
+def described(group: str, name: str, folders: list[Path]) -> str:
+    """What an option says of itself: the words behind the command in its first comment."""
+    for folder in reversed(folders):
+        path = folder / group / f"{name}.yaml"
+        if path.is_file():
+            lines = path.read_text(encoding="utf-8").splitlines()
+            comment = next((line for line in lines if line.startswith("#") and "@package" not in line), "")
+            return comment.partition(name)[2].partition("  ")[2].strip() if name in comment else ""
+    return ""
+
+
 def _holds_yaml(folder: Path) -> bool:
     return folder.is_dir() and any(folder.rglob("*.yaml"))
 
@@ -130,11 +144,9 @@ def readable_overrides(given: list[str], folders: list[Path]) -> list[str]:
         if name in known and (choice is None or isinstance(choice, str)) and not override.is_delete():
             offered = options(name, folders)
             if choice is not None and choice not in offered:
-                problems.append(
-                    f"{name} must be one of {', '.join(offered)} (got {choice!r}){did_you_mean(choice, offered)}"
-                )
-            in_defaults = name != "recipe" and (CONF_DEFAULTS is None or name in CONF_DEFAULTS)
-            rewritten.append(text if override.is_add() or in_defaults else f"+{text}")
+                meant = did_you_mean(choice, offered)
+                problems.append(f"{name} must be one of {', '.join(offered)} (got {choice!r}){meant}")
+            rewritten.append(_as_choice(text, name, choice, override.is_add()))
         elif override.is_delete() or override.is_force_add() or name.startswith("hydra"):
             rewritten.append(text)
         else:
@@ -142,6 +154,13 @@ def readable_overrides(given: list[str], folders: list[Path]) -> list[str]:
     if problems:
         raise ConfigError(problems)
     return rewritten
+
+
+def _as_choice(text: str, name: str, choice: str | None, added: bool) -> str:
+    """A choice in a group, as Hydra wants it: null takes the group out, a group beside the defaults is added."""
+    if choice is None:
+        return f"~{name}"
+    return text if added or name in CONF_DEFAULTS else f"+{text}"
 
 
 CONF_DEFAULTS = frozenset(
@@ -185,7 +204,7 @@ def checked(composition: DictConfig) -> Config:
     except ConfigError as error:
         problems = error.problems
         config = parse({key: value for key, value in values.items() if _is_group(key, value)})
-    if config.mode not in COMMAND_MODES:
+    if config.mode in BUILDING:
         problems = problems + target_problems(config)
     if problems:
         raise ConfigError(problems)
@@ -201,47 +220,26 @@ def _is_group(key: str, value: Any) -> bool:
 
 
 def execute(config: Config) -> float | None:
-    """One run; the figure that a sweep looks at."""
+    """Do what the mode says; the figure that a sweep looks at."""
+    if config.mode in modes.LATER:
+        raise ConfigError([f"mode={config.mode.name}: {modes.LATER[config.mode]}"])
     from safe_trainer.build import build
-    from safe_trainer.run_folder import new_run_folder, use_run_folder
-    from safe_trainer.terminal import show_start, verdict
-    from safe_trainer.trainer import RUNS
 
-    if config.mode is not Mode.train:
-        raise ConfigError([f"mode={config.mode.name} comes with a later version; there are train and recipes"])
-    if config.resume == "last" and config.run_dir is None:
-        raise ConfigError(["resume=last needs run_dir=FOLDER, the folder of the run to go on with (got none)"])
-    folder = use_run_folder(Path(config.run_dir)) if config.run_dir else new_run_folder(RUNS, config.name)
-    config.run_dir = str(folder)
-    with log_file(folder / "train.log"):
-        trainer = build(config, folder)
-        trainer.report.path = folder
-        if config.progress:
-            show_start({"run": config.name, "device": trainer.device, "folder": folder}, trainer.model)
-        ended = f"The run was broken off; {folder} holds its log and its checkpoints."
-        try:
-            trainer.run()
-            ended = None
-        except SafetyError:
-            ended = None
-            raise
-        finally:
-            if config.progress or not trainer.report.ok:
-                verdict(trainer.report, ended)
-    return trainer.report.metrics.get(config.checkpoint.metric)
+    if config.mode is Mode.train:
+        return modes.train(config, build)
+    if config.mode is Mode.evaluate:
+        modes.evaluate(config, build)
+    else:
+        modes.replay(config, build)
+    return None
 
 
-@contextlib.contextmanager
-def log_file(path: Path) -> Iterator[None]:
-    """What is logged meanwhile is kept in a file too."""
-    handler = logging.FileHandler(path, encoding="utf-8", delay=True)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.getLogger().addHandler(handler)
-    try:
-        yield
-    finally:
-        logging.getLogger().removeHandler(handler)
-        handler.close()
+def print_only(config: Config, folders: list[Path]) -> None:
+    """The modes that only print."""
+    if config.mode is Mode.explain:
+        modes.explain(config)
+    else:
+        modes.recipes(options("recipe", folders), lambda name: described("recipe", name, folders))
 
 
 def guarded(work: Callable[[], float | None]) -> tuple[int, float | None]:
@@ -250,6 +248,9 @@ def guarded(work: Callable[[], float | None]) -> tuple[int, float | None]:
         return 0, work()
     except ConfigError as error:
         return refuse(error), None
+    except CheckpointError as error:
+        print(f"safe_trainer: {error}", file=sys.stderr)
+        return EXIT_CRASH, None
     except SafetyError as error:
         before = all(finding.stage == "preflight" for finding in error.report.findings if finding.severity == "error")
         return EXIT_PREFLIGHT if before else EXIT_FAULT, None
@@ -257,23 +258,13 @@ def guarded(work: Callable[[], float | None]) -> tuple[int, float | None]:
         return EXIT_INTERRUPTED, None
     except Exception as error:
         traceback.print_exception(error)
-        logging.getLogger(__name__).debug("the run crashed", exc_info=True)
-        return 1, None
+        return EXIT_CRASH, None
 
 
 def refuse(error: ConfigError) -> int:
     """Say what is wrong with the configuration or the data; the exit code for it."""
     print(f"safe_trainer: {error}", file=sys.stderr)
     return EXIT_CONFIG
-
-
-def print_command(config: Config, folders: list[Path]) -> int:
-    """The modes that only print."""
-    if config.mode is Mode.recipes:
-        for name in options("recipe", folders):
-            print(f"python -m safe_trainer +recipe={name}")
-        return 0
-    raise ConfigError(["mode=explain comes with a later version"])
 
 
 if __name__ == "__main__":

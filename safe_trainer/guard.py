@@ -6,6 +6,7 @@ a rollback, weights and optimizer. It decides nothing about the loop: `trip` say
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import logging
@@ -151,7 +152,7 @@ class Guard:
         self.skipped: list[int] = []
         self.in_a_row = 0
         self.rollbacks = 0
-        self.blocked = False
+        self.replaying = False
         self.gate_tripped = False
         buffers = [Buffers(model), Buffers(model)]  # two: a late flag is read when the next step has begun
         self._attempts = [Attempt(buffer) for buffer in buffers]
@@ -201,10 +202,12 @@ class Guard:
     # --- the gate in a step that is not ours ---------------------------------------------------------------------
 
     def gate(self, optimizer: Optimizer, *_: object) -> None:
-        """Step pre-hook: drop every gradient if any of this optimizer's is not finite, or while a replay runs."""
+        """Step pre-hook: drop every gradient if any of this optimizer's is not finite."""
+        if self.replaying:
+            return
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = [p.grad for p in parameters]
-        if self.blocked or not self._finite(gradients):
+        if not self._finite(gradients):
             self.gate_tripped = True
             for parameter in parameters:
                 parameter.grad = None
@@ -267,11 +270,11 @@ class Guard:
             save_attempt(self.folder, attempt.step, attempt.batch, self.model, attempt.generators)
         if replay is not None:
             attempt.generators.restore()
-            self.blocked = True
+            self.replaying = True
             try:
-                trace = tracer.trace(replay, model=self.model, batch=attempt.batch)
+                trace = tracer.trace(without_update(replay, self.optimizers), model=self.model, batch=attempt.batch)
             finally:
-                self.blocked = False
+                self.replaying = False
                 self._drop_gradients()
                 attempt.buffers.restore()
         return finding_from_trace(trace, attempt.step, describe_batch(attempt.batch), error)
@@ -317,6 +320,38 @@ class Guard:
                 return self.findings[index]
         self.findings.append(finding)
         return finding
+
+
+def without_update(step: Callable[[], Any], optimizers: Sequence[Optimizer]) -> Callable[[], Any]:
+    """The same step, in which the optimizers move nothing; its gradients are there when it is over."""
+
+    def replayed() -> Any:
+        with _blocked(optimizers):
+            return step()
+
+    return replayed
+
+
+@contextlib.contextmanager
+def _blocked(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Hide the gradients from the optimizers' steps, and give them back at the end."""
+
+    def hide(optimizer: Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    kept[parameter], parameter.grad = parameter.grad, None
+
+    kept: dict[Tensor, Tensor] = {}
+    handles = [optimizer.register_step_pre_hook(hide) for optimizer in optimizers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter, gradient in kept.items():
+            if parameter.grad is None:
+                parameter.grad = gradient
 
 
 def global_norm(gradients: Sequence[Tensor]) -> Tensor:

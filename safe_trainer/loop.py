@@ -94,6 +94,7 @@ class Loop:
         self.late = guard.config.enabled and reads_late(config, optimizer, precision, train_step)
         self.pending: Pending | None = None
         self.place = LoaderState(loader)
+        self.epoch_length, self.epoch_is_over = batches_in_epoch(config, loader), False
         self.generators: dict[str, Any] | None = None
         self.stopped = ""
 
@@ -104,6 +105,7 @@ class Loop:
         handles = self.guard.install_gate() if self.train_step and self.config.guard.enabled else []
         try:
             while not self.is_done():
+                before = self.position.step
                 for batch in self.batches_of_epoch():
                     self.position.step += 1
                     self.position.batch += 1
@@ -115,9 +117,7 @@ class Loop:
                         self.save()
                     if self.stopped or self.position.step == self.config.max_steps:
                         break
-                else:
-                    self.position.epoch, self.position.batch = self.position.epoch + 1, 0
-                self.end_epoch()
+                self.end_epoch(trained=self.position.step > before)
         finally:
             for handle in handles:
                 handle.remove()
@@ -134,20 +134,28 @@ class Loop:
     def batches_of_epoch(self) -> Iterator[Any]:
         """The batches of this epoch that have not been trained on, at most limit_train_batches in all."""
         epoch, done = self.position.epoch, self.position.batch
+        resumed, self.generators = self.generators, None
+        if resumed is not None:
+            rng.restore(resumed)
         batches = self.place.begin(epoch, done)
-        if self.generators is not None:  # of a resumed run: as they stood when the checkpoint was written
-            rng.restore(self.generators)
-            self.generators = None
-        limit = self.config.limit_train_batches
-        count = done
+        if resumed is not None and done:  # beginning an epoch in its middle drew from them once more
+            rng.restore(resumed)
+        limit, count = self.config.limit_train_batches, done
+        self.epoch_is_over = False
         for batch in batches if limit is None else itertools.islice(batches, max(0, limit - done)):
             count += 1
+            self.epoch_is_over = count == self.epoch_length
             yield batch
+        self.epoch_is_over = True
         if not count:
             raise ConfigError([no_batches(epoch)])
 
-    def end_epoch(self) -> None:
-        """What is due between epochs and at the end: the open group, scheduler, evaluation, log row, checkpoint."""
+    def end_epoch(self, trained: bool) -> None:
+        """What is due between epochs and at the end: the open group, scheduler, evaluation, log row, checkpoint.
+
+        Args:
+            trained: false if a resumed run found the epoch over; then all but the scheduler was done before.
+        """
         self.settle()
         if self.group_batches:
             self.update(None)
@@ -155,15 +163,16 @@ class Loop:
         if self.stopped:
             self.write_row()
             return
-        figures = self.evaluate()
-        if self.scheduler is not None and self.position.batch == 0:
+        figures = self.evaluate() if trained else self.figures
+        if self.epoch_is_over:
+            self.position.epoch, self.position.batch = self.position.epoch + 1, 0
             self.advance_scheduler(Interval.epoch, figures)
+        if not trained:
+            return
         self.figures.update(figures)
         self.write_row(figures)
-        if self.early_stopping.wants_to_stop(figures):
-            self.stopped = (
-                f"no improvement of {self.config.early_stopping.metric} in {self.early_stopping.waited} evaluations"
-            )
+        if self.epoch_is_over and self.early_stopping.wants_to_stop(figures):
+            self.stopped = self.early_stopping.reason()
         if self.config.checkpoint.every_steps is None or self.is_done():
             self.save()
 
@@ -193,7 +202,8 @@ class Loop:
         if self.pending and not self.settle():  # the step before blew, so this one began from its traces
             attempt.generators.restore()
             attempt.buffers.take()
-            loss, figures = self.forward_backward(batch)
+            with self.anomaly.suspended():  # the same step again, not another one
+                loss, figures = self.forward_backward(batch)
         figures.update(loss=loss.detach(), lr=rate)
         self.group_batches += 1
         if self.group_batches >= self.config.accumulate:
@@ -407,6 +417,13 @@ class Loop:
         self.output.flush()
         position = self.position
         self.checkpoints.save(state_of(self), step=position.step, epoch=position.epoch, metrics=dict(self.figures))
+
+
+def batches_in_epoch(config: Config, loader: Any) -> int | None:
+    """Training batches of one epoch, where the loader tells."""
+    length = len(loader) if hasattr(loader, "__len__") else None
+    known = [count for count in (length, config.limit_train_batches) if count is not None]
+    return min(known) if length is not None else None
 
 
 def reads_late(config: Config, optimizer: Optimizer, precision: Precision, train_step: object) -> bool:

@@ -35,7 +35,10 @@ def fault_of(culprit: Culprit) -> str:
     name = culprit.operation.split(".")[1].rstrip("_") if "." in culprit.operation else culprit.operation
     if name in LOGARITHMS:
         return "loss.log_of_zero"
-    overflowed = culprit.value in ("inf", "-inf") and torch.float16 in (culprit.dtype, *(o.dtype for o in culprit.operands))
+    overflowed = culprit.value in ("inf", "-inf") and torch.float16 in (
+        culprit.dtype,
+        *(o.dtype for o in culprit.operands),
+    )
     return "precision.overflow" if overflowed else "forward.nonfinite"
 
 

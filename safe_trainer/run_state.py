@@ -70,6 +70,10 @@ def _differences(loop: Loop, state: Mapping[str, Any]) -> list[str]:
     found = state_differences(state["model"], loop.model.state_dict())
     if len(state["optimizers"]) != len(loop.guard.optimizers):
         found.append(f"it has {len(state['optimizers'])} optimizers, the program {len(loop.guard.optimizers)}")
+    for length in ("total_steps", "T_max"):  # loading would quietly take the other length
+        theirs, ours = (state["scheduler"] or {}).get(length), getattr(loop.scheduler, length, None)
+        if theirs is not None and ours is not None and theirs != ours:
+            found.append(f"its schedule is {theirs} steps long, the program's {ours}; give the run its first length")
     for name, part in _optional_parts(loop).items():
         if (state[name] is None) != (part is None):
             theirs, ours = ("no", "one") if state[name] is None else ("a", "none")

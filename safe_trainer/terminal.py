@@ -278,6 +278,12 @@ def _print_verdict(report: Report, sentence: str, console: Console) -> None:
     console.print(Text.assemble(("\nfolder  ", "dim"), literal(str(report.path))), soft_wrap=True)
 
 
+def show_figures(figures: Mapping[str, float], title: str, console: Console | None = None) -> None:
+    """Print the figures of an evaluation under a title."""
+    console = console or Console(highlight=False)
+    console.print(Text(literal(title), "bold"), "", _metrics_table(figures), sep="\n")
+
+
 def short(name: str) -> str:
     """A figure's name on the screen, where training is a matter of course: loss, lr, val/accuracy."""
     return literal(name.removeprefix("train/"))

@@ -17,21 +17,23 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from safe_trainer.checkpoint import Checkpoints, infinite_tensors
+from safe_trainer.checkpoint import Checkpoints, infinite_tensors, state_differences
 from safe_trainer.config import Config, ConfigError, Interval, parse
 from safe_trainer.evaluation import evaluate
 from safe_trainer.findings import CheckResult, Finding, Report, SafetyError, Severity
-from safe_trainer.guard import Guard, needs_closure, reachable_scalers
+from safe_trainer.guard import Guard, needs_closure, reachable_scalers, without_update
 from safe_trainer.loggers import JsonLines, TensorBoard
 from safe_trainer.loggers.sink import Sink
 from safe_trainer.loop import DEFAULT_EPOCHS, Loop, TrainStep
+from safe_trainer.nonfinite import finding_from_trace, load_attempt
 from safe_trainer.output import Output
 from safe_trainer.precision import Precision
 from safe_trainer.run_folder import new_run_folder, save_start, use_run_folder
 from safe_trainer.run_state import NEEDED, restore
-from safe_trainer.task import Supervised, Task
+from safe_trainer.task import Supervised, Task, describe_batch, loss_of, to_device
 from safe_trainer.terminal import Progress
-from safe_trainer.utils import rng
+from safe_trainer.untouched import untouched
+from safe_trainer.utils import rng, tracer
 from safe_trainer.utils.anomaly import AnomalyDetector
 
 log = logging.getLogger(__name__)
@@ -156,6 +158,51 @@ class SafeTrainer:
     def find_lr(self) -> Any:
         """Find a learning rate: not there yet."""
         raise ConfigError(["the learning-rate finder comes with a later version; set optimizer.lr yourself"])
+
+    def replay(self, path: Path | str) -> Finding:
+        """Run a step that blew the fuse, as it was saved in the run's folder, once more, and name what made it so.
+
+        Weights, buffers, modes, gradients and generators are put back afterwards.
+
+        Raises:
+            ConfigError: `path` is no such step, or it belongs to another model.
+        """
+        attempt = load_attempt(Path(path))
+        differences = state_differences(attempt["model"], self.model.state_dict())
+        if differences:
+            raise ConfigError([f"the saved step does not fit: {difference}" for difference in differences])
+        batch = to_device(attempt["batch"], self.device, self.config.channels_last)
+        with rng.isolated(), untouched(self.model):
+            self.model.load_state_dict(attempt["model"])
+            self.model.train()
+            rng.restore(attempt["generators"])
+            step = without_update(lambda: self._forward_backward(batch), self.optimizers)
+            trace = tracer.trace(step, model=self.model, batch=batch)
+        return finding_from_trace(trace, attempt["step"], describe_batch(batch), None)
+
+    def _forward_backward(self, batch: Any) -> Any:
+        """One step of this program, as far as the gradients."""
+        if self.train_step is not None:
+            return self.train_step(self.model, self.loss_fn, self.optimizer, batch)
+        with self.precision.autocast():
+            loss = loss_of(self.task(self.model, batch))
+        self.precision.backward(loss)
+        return loss
+
+    def judge(self, state: Mapping[str, Any]) -> dict[str, float]:
+        """Loss and metrics of a checkpoint's weights on validation and test data.
+
+        Raises:
+            ConfigError: the checkpoint belongs to another model.
+        """
+        differences = state_differences(state["model"], self.model.state_dict())
+        if differences:
+            raise ConfigError([f"the checkpoint does not fit: {difference}" for difference in differences])
+        self.model.load_state_dict(state["model"])
+        if self.average is not None and state.get("ema") is not None:
+            self.average.load_state_dict(state["ema"])
+        figures = self.evaluate()
+        return figures if self.test_loader is None else {**figures, **self._evaluated(self.test_loader, "test")}
 
     @property
     def folder(self) -> Path:

@@ -130,6 +130,7 @@ class Victims:
     def start(self, script: str, folder: Path) -> int:
         """The id of a process that runs `script` with the folder of checkpoints as ``folder``."""
         self.output = folder.with_name(f"{folder.name}.output")
+        self.output.unlink(missing_ok=True)
         task = {"script": script, "folder": str(folder), "output": str(self.output)}
         self.server.stdin.write(json.dumps(task) + "\n")
         self.server.stdin.flush()
@@ -557,6 +558,10 @@ def test_killed_between_two_operations_the_newest_whole_one_is_used(victims, fol
     left_out = {"between rename and marker": 20, "before the rename of the marker": 20, "in pruning": 10}.get(place)
     assert ("left out" in caplog.text) == (left_out is not None)
     assert left_out is None or f"step-000000{left_out}.pt" in caplog.text
+    if step == 10:  # the run goes on and comes to the step that was lost: same names as if nobody had killed it
+        save(checkpoints, 20)
+        assert names(folder) == {"step-00000020.pt", "step-00000020.json"}
+        assert is_state_of(checkpoints.load("last")[0], 20)
     save(checkpoints, 30)
     assert names(folder) == {"step-00000030.pt", "step-00000030.json"}
 
@@ -612,16 +617,16 @@ while True:
     generator, reached = random.Random(0), 0
     for _ in range(10):
         victim = victims.start(script, folder)
-        time.sleep(generator.uniform(0.01, 0.15))
+        until(lambda: any(word.isdigit() for word in victims.told().split()))  # some progress, on the slowest machine
+        time.sleep(generator.uniform(0.0, 0.05))
         os.kill(victim, signal.SIGKILL)
         assert victims.wait() == -signal.SIGKILL, victims.told()
-        committed = max([reached, *(int(word) for word in victims.told().split() if word.isdigit())])
-        if committed:
-            state, info = Checkpoints(folder).load("last")
-            assert info.step in (committed, committed + 1)  # killed after the commit and before it was told
-            assert is_state_of(state, info.step)
-            reached = info.step
-    assert reached > 5
+        committed = max(int(word) for word in victims.told().split() if word.isdigit())
+        state, info = Checkpoints(folder).load("last")
+        assert info.step in (committed, committed + 1)  # killed after the commit and before it was told
+        assert info.step > reached
+        assert is_state_of(state, info.step)
+        reached = info.step
     save(Checkpoints(folder), reached + 1)
     assert names(folder) == {f"step-{reached + 1:08d}.pt", f"step-{reached + 1:08d}.json"}
 
@@ -710,8 +715,10 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
             checkpoints.save(state_of(30, 100_000), step=30, epoch=3)
         assert caught.value.errno == errno.ENOSPC
         assert_whole_after(checkpoints.folder, before)
-        (checkpoints.folder / ".step-00000001.pt.1-a.tmp").write_bytes(bytes(200_000))  # a killed write filled the disk
+        leftover = checkpoints.folder / ".step-00000001.pt.1-a.tmp"  # a killed write filled the disk
+        leftover.write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize))
         save(checkpoints, 40)
+        assert not leftover.exists()
         # Byte by byte to the brim, so that the data fits and the marker may not.
         filler, free = disk / "filler", os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
         size = checkpoints.latest().path.stat().st_size

@@ -86,6 +86,13 @@ def test_any_number_of_workers_gives_the_same_bits(workers, collate_fn):
     assert same(epochs(loader(collate_fn=collate_fn, num_workers=workers)), plain)
 
 
+def test_a_collate_function_is_seeded_even_where_samples_draw_nothing():
+    quiet = TensorDataset(torch.zeros(23))
+    plain = epochs(loader(quiet, collate_fn=noisy_collate))
+    assert same(epochs(loader(quiet, collate_fn=noisy_collate, num_workers=2)), plain)
+    assert not same(plain[0], plain[1])
+
+
 def test_without_seeding_workers_would_differ():
     assert not same(epochs(loader(Claims())), epochs(loader(Claims(), num_workers=2)))
 

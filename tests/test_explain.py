@@ -346,8 +346,8 @@ def test_a_worker_that_dies():
         ("RuntimeError: expected scalar type Long but found Float", "Class labels of the wrong type"),
         ("RuntimeError: expected scalar type Half but found Float", "Tensors of different types"),
         (
-            "RuntimeError: DataLoader worker (pid 1234) is killed by signal: Bus error. It is possible that dataloader's "
-            "workers are out of shared memory.",
+            "RuntimeError: DataLoader worker (pid 1234) is killed by signal: Bus error. It is possible that "
+            "dataloader's workers are out of shared memory.",
             "A DataLoader worker died",
         ),
     ],

@@ -115,7 +115,8 @@ class AnomalyDetector:
     is among the first `warmup_steps`; or one of `after_lr_change` from a jump of the learning rate on; or the one that
     is drawn in its block of `sample_rate` steps. The draw depends on (`seed`, block) alone: it is the same on all
     ranks and after a resume. With `modules` only these are judged: AnomalyError names the one whose incoming gradient
-    was finite and whose outgoing one is not, infinities included, where the mode itself reports NaN only.
+    was finite and whose outgoing one is not, infinities included, where the mode itself reports NaN only. A compiled
+    model runs past the hooks that this needs.
 
     Build it once, outside the loop. Where it is built anew in each step from the same config object, as in
     ``with AnomalyDetector(config): ...``, the steps are counted on all the same.

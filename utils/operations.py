@@ -53,6 +53,15 @@ class Call:
     """What it overwrites unread."""
     others: dict[str, Any] = field(default_factory=dict)
 
+    def taken(self, name: str) -> Tensor | None:
+        """Where an operation that chooses between operands takes its elements from this one; None if it does not."""
+        tensors = dict(self.inputs)
+        if self.name == "aten.where" and name in ("self", "other"):
+            return tensors["condition"] if name == "self" else ~tensors["condition"]
+        if self.name in ("aten.masked_fill", "aten.masked_fill_") and name == "self":
+            return ~tensors["mask"]
+        return None
+
 
 def tensors_in(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
     """Every tensor in an argument or a result, with its name and position."""

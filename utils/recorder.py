@@ -46,6 +46,40 @@ class Where:
     module: str | None = None
 
 
+@dataclass(frozen=True)
+class Suspect:
+    """A bad operand of an operation with a bad result."""
+
+    name: str
+    tensor: Tensor
+    events: Sequence[Event] = ()
+    """Who made it, where that was looked up before the operation changed it."""
+
+
+def guilty(call: Call, suspects: list[Suspect], results: list[Tensor]) -> list[Suspect]:
+    """Those bad operands that can be the cause of the bad results.
+
+    In an operation that works element by element it is those that are bad where a result is. And a NaN that went in
+    explains the NaN that came out, while an infinity beside it may well be legal.
+    """
+    found = [s for s in suspects if _reaches(call, s, results, provenance.bad_mask)]
+    if any(bool(result.isnan().any()) for result in results):
+        spreading = [s for s in found if bool(s.tensor.isnan().any()) and _reaches(call, s, results, torch.isnan)]
+        return spreading or found
+    return found
+
+
+def _reaches(call: Call, suspect: Suspect, results: list[Tensor], test: Callable[[Tensor], Tensor]) -> bool:
+    if not call.pointwise:
+        return True
+    taken = call.taken(suspect.name)
+
+    def bad_and_taken(tensor: Tensor) -> Tensor:
+        return test(tensor) & taken if taken is not None and tensor is suspect.tensor else test(tensor)
+
+    return any(overlap(suspect.tensor, result, bad_and_taken) for result in results)
+
+
 @dataclass
 class Before:
     """What an in-place operation is about to change."""
@@ -213,18 +247,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, call: Call, before: list[tuple[str, Before]], bad: list[Tensor], node: Any, stack: Stack | None
     ) -> None:
         """Record an operation with bad results, and link it to those that made its bad operands."""
-        operands = [(name, tensor, None) for name, tensor in self._bad_inputs(call)]
-        operands += [(name, entry.content, entry.events) for name, entry in before if entry.events]  # type: ignore[misc]
-        if call.pointwise:
-            operands = [o for o in operands if any(overlap(o[1], result, provenance.bad_mask) for result in bad)]
-        if any(bool(result.isnan().any()) for result in bad):
-            spreading = [o for o in operands if bool(o[1].isnan().any())]
-            if call.pointwise:
-                spreading = [o for o in spreading if any(overlap(o[1], result, torch.isnan) for result in bad)]
-            operands = (
-                spreading or operands
-            )  # a NaN that went in explains the one that came out, an infinity may be legal
-        parents = [e for _, tensor, known in operands for e in known or self._behind(tensor, call, node, stack)]
+        suspects = [Suspect(name, tensor) for name, tensor in self._bad_inputs(call)]
+        suspects += [Suspect(name, entry.content, entry.events) for name, entry in before if entry.events]
+        suspects = guilty(call, suspects, bad)
+        parents = [e for s in suspects for e in s.events or self._behind(s.tensor, call, node, stack)]
         parents += self._behind_numbers(call)
         event = self._record(call.name, self._where(node, stack), provenance.glance(bad[0]))
         event.parents = list(dict.fromkeys(parents))
@@ -233,7 +259,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         event.legal = on_purpose and not event.has_nan
         if call.name == "aten.empty" or call.name.rpartition(".")[2] in UNSET:
             event.parents, event.legal = [], False
-        event.reduces = any(tensor.numel() > bad[0].numel() for _, tensor, _ in operands)
+        event.reduces = any(suspect.tensor.numel() > bad[0].numel() for suspect in suspects)
         event.writes = call.name.rpartition(".")[2] in ("copy_", "fill_", "index_put_", "masked_fill_")
         if event.origin or event.legal or event.writes:
             event.damage = provenance.measure(bad[0])

@@ -258,9 +258,8 @@ def _first_origin(events: list[Event]) -> tuple[Event, Event | None]:
     waiting = list(seen)
     while waiting:
         event = waiting.pop()
-        faulty = [parent for parent in event.parents if not parent.legal] or event.parents
-        for parent in faulty:
-            if parent not in seen and not (parent.legal and event.origin):
+        for parent in event.parents:
+            if parent not in seen:
                 seen[parent] = event
                 waiting.append(parent)
     origins = [event for event in seen if event.origin]

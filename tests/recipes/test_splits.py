@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from safe_trainer.recipes.splits import stratified, three_parts
+from safe_trainer.recipes.splits import mixed, stratified, three_parts
 
 LABELS = np.array([0] * 50 + [1] * 30 + [2] * 20)
 
@@ -11,6 +11,15 @@ def test_each_class_gives_its_share(held_out, counts):
     rest, chosen = stratified(LABELS, held_out)
     assert np.bincount(LABELS[chosen], minlength=3).tolist() == counts
     assert sorted([*rest, *chosen]) == list(range(100))
+
+
+def test_what_is_held_out_is_mixed():
+    labels = np.repeat(np.arange(10), 100)
+    rest, chosen = stratified(labels, 0.5)
+    assert (np.diff(rest) > 0).all()
+    assert len(set(labels[chosen[:50]])) == 10
+    assert sorted(mixed(20)) == list(range(20))
+    assert list(mixed(20)) == list(mixed(20)) != list(mixed(20, seed=1))
 
 
 def test_the_total_is_exact_where_shares_are_not_whole():

@@ -115,9 +115,10 @@ def test_finite_tensors_are_not_kept_and_bad_ones_are() -> None:
     alive: dict[str, bool] = {}
 
     def step() -> Tensor:
-        good, bad = torch.ones(1000) * 2, torch.zeros(1000).log()
-        addresses = {"good": good.untyped_storage()._weak_ref(), "bad": bad.untyped_storage()._weak_ref()}
-        del good, bad
+        tensors = {"good": torch.ones(1000) * 2, "bad": torch.zeros(1000).log(), "healed": torch.zeros(1000).log()}
+        tensors["healed"].mul_(0).fill_(1.0)
+        addresses = {name: tensor.untyped_storage()._weak_ref() for name, tensor in tensors.items()}
+        tensors.clear()
         gc.collect()
         alive.update({k: not torch.UntypedStorage._expired(address) for k, address in addresses.items()})
         for address in addresses.values():
@@ -125,7 +126,7 @@ def test_finite_tensors_are_not_kept_and_bad_ones_are() -> None:
         return torch.ones(())
 
     verdict = trace(step)
-    assert alive == {"good": False, "bad": True}
+    assert alive == {"good": False, "bad": True, "healed": False}
     assert verdict.culprit is None
 
 
@@ -235,6 +236,7 @@ def test_step_that_raises_after_the_fault() -> None:
     def step() -> Tensor:
         masked = torch.full((2,), -math.inf).softmax(0).nan_to_num() + weight.masked_fill(weight > -1, -math.inf).exp()
         loss = (weight.log() + masked).sum()  # raised later
+        torch.exp(-1 / torch.zeros(2))  # an infinity that comes later, but is made finite again
         if not torch.isfinite(loss):
             raise ValueError("loss is not finite")
         return loss
@@ -385,17 +387,22 @@ def test_tensor_from_outside_is_named_by_the_line_that_reads_it() -> None:
     )
 
 
-def test_uninitialised_memory_is_named() -> None:
+@pytest.mark.parametrize("like", [False, True])
+def test_uninitialised_memory_is_named(like: bool) -> None:
     def step() -> Tensor:
+        template = torch.zeros(3).log()
         torch.use_deterministic_algorithms(True)  # fills new memory with NaN, so that the test does not rest on luck
         try:
-            return torch.empty(3).sum()  # uninitialised
+            return (torch.empty_like(template) if like else torch.empty(3)).sum()  # uninitialised
         finally:
             torch.use_deterministic_algorithms(False)
 
     culprit = trace(step).culprit
     assert culprit is not None
-    assert (culprit.operation, culprit.source) == ("aten.empty", line_of("uninitialised"))
+    assert (culprit.operation, culprit.source) == (
+        "aten.empty_like" if like else "aten.empty",
+        line_of("uninitialised"),
+    )
 
 
 def test_infinite_number_read_from_a_tensor_leads_back() -> None:
@@ -499,9 +506,13 @@ def test_producers_tell_regions_of_one_storage_apart() -> None:
     assert producers.of(base[1]) == [second]
     assert producers.of(base[:, 0]) == [first]
     assert set(producers.of(base.t())) == {first, second}
+    base[1] = math.inf
+    third = object()
+    producers.add(base[1], third)  # type: ignore[arg-type]
+    assert producers.of(base[1]) == [third]
     base[0] = 0.0
     producers.forget_healed(base)
-    assert producers.of(base) == [second]
+    assert producers.of(base) == [third]
 
 
 def test_own_files_and_torch_are_never_the_users() -> None:

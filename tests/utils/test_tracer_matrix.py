@@ -128,7 +128,7 @@ def log_of_a_negative(x: Tensor, mended: bool) -> Tensor:
     return torch.log(x.abs() if mended else x)  # culprit
 
 
-@case("aten.log_", [0.0, 1.0, 2.0], value="-inf", says="min 0.0")
+@case("aten.log_", [0.0, 4.0, 9.0], value="-inf", says="min 0.0:")
 def log_in_place(x: Tensor, mended: bool) -> Tensor:
     y = x + (1 if mended else 0)
     y.log_()  # culprit
@@ -382,6 +382,20 @@ def article_mul_backward(x: Tensor, mended: bool) -> Tensor:
     weight = x[1].detach() * (1e-30 if mended else 1.0)
     y = x[0] * weight  # culprit
     return y * 1e20
+
+
+@case("aten.div", [[0.0, 1.0], [2.0, 3.0]], kind="backward", node="torch::autograd::CopySlices")
+def sqrt_in_place_on_a_view(x: Tensor, mended: bool) -> Tensor:
+    y = x + (1.0 if mended else 0.0)
+    y[0].sqrt_()  # culprit
+    return y * 2
+
+
+@case("aten.div", [1e-30, 1.0], kind="backward", node="DivBackward0", value="inf")
+def second_derivative(x: Tensor, mended: bool) -> Tensor:
+    root = (x + (1.0 if mended else 0.0)).sqrt()  # culprit
+    (slope,) = torch.autograd.grad(root.sum(), x, create_graph=True)
+    return slope
 
 
 class Steep(torch.autograd.Function):
@@ -738,6 +752,35 @@ def fault_in_the_values_of_attention(x: Tensor, mended: bool) -> Tensor:
     values = torch.acos(x.clamp(-0.9, 0.9) if mended else x)  # culprit
     q = x[None, None]
     return F.scaled_dot_product_attention(q, q, values[None, None], is_causal=True)
+
+
+@case("aten.exp", [0.0, 400.0, 1.0], value="inf")
+def fault_in_the_other_branch(x: Tensor, mended: bool) -> Tensor:
+    hidden = 1 / x.detach()
+    shown = torch.exp(x.clamp(max=10) if mended else x)  # culprit
+    return torch.where(x != 1, shown, hidden)
+
+
+@case("aten.exp", [0.0, 400.0, 1.0], value="inf")
+def infinity_hidden_under_an_infinity(x: Tensor, mended: bool) -> Tensor:
+    hidden = 1 / (x.detach() - 400)
+    shown = torch.exp(x.clamp(max=10) if mended else x)  # culprit
+    return torch.where(x > 1, shown, hidden)
+
+
+@case("aten.log", [0.0, 1.0, 2.0], value="-inf")
+def fault_written_over_nan(x: Tensor, mended: bool) -> Tensor:
+    buffer = torch.full((3,), math.nan)
+    buffer.copy_((x + (1.0 if mended else 0.0)).log())  # culprit
+    return buffer * x
+
+
+@case("aten.acos", [0.0, 2.0, 1.0], value="nan")
+def nan_beside_an_infinity(x: Tensor, mended: bool) -> Tensor:
+    far = (1 / x.detach())[None].expand(2, 3)
+    angle = torch.acos(x.clamp(-0.9, 0.9) if mended else x)  # culprit
+    joined = torch.cat((far, angle[None]))
+    return joined.amax(0)[1]
 
 
 @case("aten.sqrt", [0.0, -1.0, 4.0], value="nan")

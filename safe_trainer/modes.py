@@ -1,0 +1,148 @@
+"""What ``mode=`` can be: each function takes a checked configuration and does one thing. Prints; knows no Hydra.
+
+Exceptions go through: __main__ turns them into messages and exit codes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from safe_trainer.config import Config, ConfigError, Mode, parse
+from safe_trainer.findings import SafetyError
+
+if TYPE_CHECKING:
+    from safe_trainer.trainer import SafeTrainer
+
+Build = Callable[[Config, Path], "SafeTrainer"]
+
+LATER = {
+    Mode.preflight: "the checks before a run come with a later version; train with mode=train",
+    Mode.find_lr: "the learning-rate finder comes with a later version; set optimizer.lr yourself",
+    Mode.report: "the report page comes with a later version; metrics.jsonl and TensorBoard have the figures",
+}
+"""Modes that are named already and not there yet, with what to do meanwhile."""
+
+
+def train(config: Config, build: Build) -> float | None:
+    """Train; the figure that a sweep looks at."""
+    from safe_trainer.run_folder import new_run_folder, use_run_folder
+    from safe_trainer.terminal import show_start, verdict
+    from safe_trainer.trainer import RUNS
+
+    if config.resume == "last" and config.run_dir is None:
+        raise ConfigError(["resume=last needs run_dir=FOLDER, the folder of the run to go on with (got none)"])
+    folder = use_run_folder(Path(config.run_dir)) if config.run_dir else new_run_folder(RUNS, config.name)
+    config.run_dir = str(folder)
+    with log_file(folder / "train.log"):
+        trainer = build(config, folder)
+        trainer.report.path = folder
+        if config.progress:
+            show_start({"run": config.name, "device": trainer.device, "folder": folder}, trainer.model)
+        ended: str | None = f"The run was broken off; {folder} holds its log and its checkpoints."
+        try:
+            trainer.run()
+            ended = None
+        except SafetyError:
+            ended = None
+            raise
+        finally:
+            if config.progress or not trainer.report.ok:
+                verdict(trainer.report, ended)
+    return trainer.report.metrics.get(config.checkpoint.metric)
+
+
+def evaluate(config: Config, build: Build) -> None:
+    """Judge a checkpoint of an earlier run on its validation and test data."""
+    from safe_trainer.checkpoint import Checkpoints
+    from safe_trainer.terminal import show_figures
+
+    run = config_of(config)
+    trainer = build(run, Path(_path_of(config)))
+    which = config.weights or "best"
+    store = Checkpoints(Path(_path_of(config)) / "checkpoints", metric=run.checkpoint.metric)
+    if which == "best" and store.best() is None:
+        which = "last"
+    state, info = store.load(which)
+    show_figures(trainer.judge(state), f"{which} checkpoint, step {info.step:,}, of {_path_of(config)}")
+
+
+def replay(config: Config, build: Build) -> None:
+    """Run the steps that blew the fuse of an earlier run once more, and name what made them non-finite."""
+    from safe_trainer.nonfinite import saved_attempts
+
+    folder = Path(_path_of(config))
+    attempts = [folder] if folder.is_file() else saved_attempts(folder)
+    if not attempts:
+        raise ConfigError([f"path must be the run of a blown fuse (got {folder}, which holds no nonfinite/step-*.pt)"])
+    trainer = build(config_of(config), folder if folder.is_dir() else folder.parent.parent)
+    for path in attempts:
+        print(f"{path.name}: {trainer.replay(path).paragraph()}\n")
+
+
+def recipes(names: list[str], describe: Callable[[str], str]) -> None:
+    """List what can be run, with the line that runs it."""
+    width = max(map(len, names), default=0)
+    for name in names:
+        print(f"python -m safe_trainer +recipe={name:<{width}}  {describe(name)}".rstrip())
+
+
+def explain(config: Config) -> None:
+    """Explain an error message of PyTorch's."""
+    from safe_trainer.explain import explain as explained
+
+    if config.fault is not None:
+        raise ConfigError(
+            ["mode=explain fault=ID comes with the catalogue of faults in a later version; error=FILE works"]
+        )
+    if config.error is None:
+        raise ConfigError(["mode=explain needs error=FILE, a file with the message that PyTorch printed (got none)"])
+    try:
+        text = Path(config.error).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError([f"error must be a file that can be read (got {config.error}: {error.strerror})"]) from error
+    print(explained(text))
+
+
+def config_of(config: Config) -> Config:
+    """The configuration that an earlier run was started with, on this command's device.
+
+    Raises:
+        ConfigError: there is none, or the run was started from a program of its own.
+    """
+    folder = Path(_path_of(config))
+    file = (folder if folder.is_dir() else folder.parent.parent) / "config.yaml"
+    try:
+        values: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError([f"path must be the folder of a run (got {folder}: {reason})"]) from error
+    run = parse({**values, "device": config.device, "run_dir": None, "resume": None, "mode": "train"})
+    if run.model is None:
+        raise ConfigError([f"{folder} was not started from a recipe, so its model cannot be built from here; "
+                           "build it in your program and call SafeTrainer(...).replay(path)"])  # fmt: skip
+    return run
+
+
+def _path_of(config: Config) -> str:
+    if config.path is None:
+        raise ConfigError([f"mode={config.mode.name} needs path=RUN_FOLDER (got none)"])
+    return config.path
+
+
+@contextlib.contextmanager
+def log_file(path: Path) -> Iterator[None]:
+    """What is logged meanwhile is kept in a file too."""
+    handler = logging.FileHandler(path, encoding="utf-8", delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
