@@ -37,7 +37,7 @@ class Windows(Dataset[list[Tensor]]):
 
 
 def python_docs(
-    block_size: int = 128, stride: int = 128, val_share: float = 0.05, test_share: float = 0.05
+    block_size: int = 64, stride: int = 64, val_share: float = 0.05, test_share: float = 0.05
 ) -> dict[str, Any]:
     """Pieces of Python's reference as int64 tensors of `block_size` + 1 characters, for predicting the next one.
 

@@ -244,7 +244,7 @@ class CheckpointConfig:
     enabled: bool = True
     """Write checkpoints."""
     every_steps: int | None = None
-    """Steps between two checkpoints; null writes one at the end of each epoch and of the run."""
+    """Steps between two checkpoints, besides those at the end of each epoch and of the run."""
     keep_last: int = 1
     """How many of the newest checkpoints stay."""
     keep_best: int = 1

@@ -29,12 +29,10 @@ class EarlyStopping:
             known = ", ".join(sorted(figures)) or "none: there is no validation data"
             must = "early_stopping.metric must be a figure of the evaluation"
             raise ConfigError([f"{must} (got {metric!r}; there are: {known})"])
-        lower = is_lower_better(metric, self.config.direction.value)
-        better = self.best is None or is_better(
-            figures[metric], self.best, lower=lower, min_delta=self.config.min_delta
-        )
-        if better and figures[metric] == figures[metric]:  # a NaN is never an improvement
-            self.best, self.waited = figures[metric], 0
+        lower, least = is_lower_better(metric, self.config.direction.value), self.config.min_delta
+        value = figures[metric]
+        if not math.isnan(value) and (self.best is None or is_better(value, self.best, lower=lower, min_delta=least)):
+            self.best, self.waited = value, 0
         else:
             self.waited += 1
         return self.waited >= self.config.patience

@@ -69,6 +69,13 @@ class Buffers:
             torch._foreach_copy_(self._kept, current)
 
     @torch.no_grad()
+    def copy_to(self, other: nn.Module) -> None:
+        """Write the remembered values into a copy of the model."""
+        names = (place[name] for place, name in Buffers(other)._places)
+        for buffer, kept in zip(names, self._kept, strict=True):
+            buffer.copy_(kept)
+
+    @torch.no_grad()
     def restore(self) -> None:
         """Put the remembered values back."""
         for (place, name), kept in zip(self._places, self._kept, strict=True):
@@ -99,11 +106,7 @@ class Weights:
     """Weights and optimizer state in memory, to go back to. Costs one copy of both."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], others: Sequence[Any] = ()) -> None:
-        self._model, self._optimizers, self._others = (
-            model,
-            optimizers,
-            [other for other in others if other is not None],
-        )
+        self._parts: list[Any] = [model, *optimizers, *(other for other in others if other is not None)]
         self._state: list[Any] | None = None
         self._candidate: list[Any] | None = None
 
@@ -272,12 +275,21 @@ class Guard:
             attempt.generators.restore()
             self.replaying = True
             try:
-                trace = tracer.trace(without_update(replay, self.optimizers), model=self.model, batch=attempt.batch)
+                step = without_update(replay, self.optimizers)
+                trace = tracer.trace(step, model=self.model, batch=attempt.batch, watched=self._strangers())
             finally:
                 self.replaying = False
                 self._drop_gradients()
                 attempt.buffers.restore()
+                if self._undo is not None:
+                    self._undo.restore()
         return finding_from_trace(trace, attempt.step, describe_batch(attempt.batch), error)
+
+    def _strangers(self) -> list[Tensor]:
+        """Parameters that an optimizer moves and the model does not know."""
+        known = set(self.model.parameters())
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return [parameter for group in groups for parameter in group["params"] if parameter not in known]
 
     def _drop_gradients(self) -> None:
         for parameter in self.model.parameters():

@@ -106,7 +106,8 @@ class Loop:
         try:
             while not self.is_done():
                 before = self.position.step
-                for batch in self.batches_of_epoch():
+                batches = self.batches_of_epoch()
+                for batch in batches:
                     self.position.step += 1
                     self.position.batch += 1
                     self.train_on(batch)
@@ -116,6 +117,8 @@ class Loop:
                     if self.is_checkpoint_due():
                         self.save()
                     if self.stopped or self.position.step == self.config.max_steps:
+                        if self.epoch_is_over:
+                            next(batches, None)  # read to the very end: samplers draw once more there
                         break
                 self.end_epoch(trained=self.position.step > before)
         finally:
@@ -173,8 +176,7 @@ class Loop:
         self.write_row(figures)
         if self.epoch_is_over and self.early_stopping.wants_to_stop(figures):
             self.stopped = self.early_stopping.reason()
-        if self.config.checkpoint.every_steps is None or self.is_done():
-            self.save()
+        self.save(figures)
 
     # --- one batch -----------------------------------------------------------------------------------------------
 
@@ -199,7 +201,7 @@ class Loop:
                 raise
             self.blow(attempt, lambda: self.forward_backward(batch, self.model)[0], error)
             return {"loss": float("nan"), "lr": rate}
-        if self.pending and not self.settle():  # the step before blew, so this one began from its traces
+        if self.pending and not self.settle(attempt):  # the step before blew, so this one began from its traces
             attempt.generators.restore()
             attempt.buffers.take()
             with self.anomaly.suspended():  # the same step again, not another one
@@ -283,11 +285,17 @@ class Loop:
         elif self.precision.scaler is not None and self.precision.scaler.get_scale() < SCALE_FLOOR:
             self.report_scale_floor()
 
-    def commit(self) -> None:
-        """What follows an applied step: the average of the weights and the scheduler. A skipped step has neither."""
+    def commit(self, following: Attempt | None = None) -> None:
+        """What follows an applied step: the average of the weights and the scheduler. A skipped step has neither.
+
+        Args:
+            following: the step that has begun since, if one has: the model's buffers are its own by now.
+        """
         self.position.updates += 1
         if self.average is not None:
             self.average.update_parameters(self.model)
+            if following is not None:
+                following.buffers.copy_to(self.average.module)
         self.advance_scheduler(Interval.step)
 
     def advance_scheduler(self, interval: Interval, figures: dict[str, float] | None = None) -> None:
@@ -320,7 +328,7 @@ class Loop:
             finite.arrived = event  # type: ignore[attr-defined]
         self.pending = Pending(attempt, finite, states)
 
-    def settle(self) -> bool:
+    def settle(self, following: Attempt | None = None) -> bool:
         """Read the flag of the step before, if one is on its way; false if that step was not finite."""
         if self.pending is None:
             return True
@@ -328,7 +336,7 @@ class Loop:
         if hasattr(pending.finite, "arrived"):
             pending.finite.arrived.synchronize()
         if bool(pending.finite):
-            self.commit()
+            self.commit(following)
             self.guard.passed(pending.attempt.step)
             return True
         for parameter in list(self.optimizer.state)[pending.states_before :]:
@@ -409,14 +417,18 @@ class Loop:
         every = self.config.checkpoint.every_steps
         return every is not None and self.position.step % every == 0 and self.group_batches == 0
 
-    def save(self) -> None:
-        """Write a checkpoint of everything that the run needs to go on."""
+    def save(self, figures: dict[str, float] | None = None) -> None:
+        """Write a checkpoint of everything that the run needs to go on.
+
+        Args:
+            figures: of an evaluation of these very weights, if there was one; they say which checkpoint is best.
+        """
         if self.checkpoints is None:
             return
         self.settle()
         self.output.flush()
         position = self.position
-        self.checkpoints.save(state_of(self), step=position.step, epoch=position.epoch, metrics=dict(self.figures))
+        self.checkpoints.save(state_of(self), step=position.step, epoch=position.epoch, metrics=figures or {})
 
 
 def batches_in_epoch(config: Config, loader: Any) -> int | None:

@@ -65,7 +65,7 @@ def evaluate(config: Config, build: Build) -> None:
     run = config_of(config)
     trainer = build(run, Path(_path_of(config)))
     which = config.weights or "best"
-    store = Checkpoints(Path(_path_of(config)) / "checkpoints", metric=run.checkpoint.metric)
+    store = Checkpoints(Path(_path_of(config)) / "checkpoints", metric=run.checkpoint.metric, direction=run.checkpoint.direction)
     if which == "best" and store.best() is None:
         which = "last"
     state, info = store.load(which)

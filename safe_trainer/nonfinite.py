@@ -35,10 +35,8 @@ def fault_of(culprit: Culprit) -> str:
     name = culprit.operation.split(".")[1].rstrip("_") if "." in culprit.operation else culprit.operation
     if name in LOGARITHMS:
         return "loss.log_of_zero"
-    overflowed = culprit.value in ("inf", "-inf") and torch.float16 in (
-        culprit.dtype,
-        *(o.dtype for o in culprit.operands),
-    )
+    dtypes = {culprit.dtype, *(operand.dtype for operand in culprit.operands)}
+    overflowed = culprit.value in ("inf", "-inf") and torch.float16 in dtypes
     return "precision.overflow" if overflowed else "forward.nonfinite"
 
 
@@ -50,7 +48,7 @@ def finding_from_trace(trace: Trace | None, step: int, batch: str, error: BaseEx
             fault=fault_of(culprit),
             severity=Severity.error,
             stage="training",
-            where=culprit.module or culprit.name,
+            where=culprit.name if culprit.outside else culprit.module,
             step=step,
             source=culprit.source,
             evidence=culprit.describe().removesuffix(f", {culprit.explanation}; {culprit.remedy}"),
@@ -58,16 +56,18 @@ def finding_from_trace(trace: Trace | None, step: int, batch: str, error: BaseEx
             remedy=culprit.remedy,
         )
     told = f" Autograd said: {str(error).splitlines()[0]}" if error is not None else ""
-    if trace is None:
+    if trace is not None and trace.error is not None:
+        raised = f"{type(trace.error).__name__}: {str(trace.error).splitlines()[0] if str(trace.error) else ''}"
+        evidence = f"loss or gradients of the step were not finite; its replay raised {raised}.{told}"
+        cause = "the step cannot be run twice: it changes something that it needs"
+    elif trace is None:
         evidence = f"loss or gradients of the step were not finite; it could not be replayed.{told}"
         cause = "unknown: the step cannot be run again"
     else:
-        evidence = (
-            f"loss or gradients of the step were not finite, but the very same step was finite when replayed.{told}"
-        )
+        evidence = f"loss or gradients of the step were not finite, but the same step was finite when replayed.{told}"
         cause = (
-            "the step does not repeat itself: an operation that is not deterministic, state that the step keeps outside "
-            "the model, or faulty hardware"
+            "the step does not repeat itself: an operation that is not deterministic, state that the step keeps "
+            "outside the model, or faulty hardware"
         )
     return Finding(
         fault="forward.nonfinite",

@@ -362,7 +362,7 @@ class SafeTrainer:
         if which is None:
             return
         store = loop.checkpoints or Checkpoints(self.folder / "checkpoints")
-        if which == "last" and not store.all():
+        if which == "last" and not store.all() and not any(store.folder.glob("*.pt")):
             log.warning("There is no checkpoint in %s yet: the run starts anew.", store.folder)
             return
         state, info = store.load(which)
@@ -370,6 +370,8 @@ class SafeTrainer:
         if missing:
             raise ConfigError([f"resume must name a checkpoint of a run (got {info.path}, which has no {missing})"])
         restore(loop, state)
+        if loop.checkpoints is not None:
+            loop.checkpoints.prune()  # what a kill left behind
         log.info("Going on from step %d (%s).", loop.position.step, info.path)
 
     def _gather(self, loop: Loop) -> None:

@@ -51,7 +51,7 @@ def test_three_mistakes_are_told_at_once_without_a_traceback(run, tmp_path):
         (["optimizer.momentum=abc"], "optimizer.momentum must be a number (got 'abc')"),
         (["model._target_=torch.nn.Linaer"], "torch.nn has no 'Linaer'"),
         (["model._target_=nowhere.Model"], "there is no module 'nowhere'"),
-        (["model=null"], "model must be given"),
+        (["model=null", "metrics=none"], "model must be given"),
         (["a==b="], "cannot be read as key=value"),
         (["seed=${nope}"], "'nope' not found"),
         (["guard.nonfinte=skip"], "did you mean guard.nonfinite?"),
@@ -81,7 +81,7 @@ def test_a_run_leaves_its_configuration_environment_log_and_checkpoint(run, tmp_
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert (config["anomaly_detection"], config["sample_rate"]) == (True, 100)
     assert config["optimizer"]["_target_"] == "torch.optim.SGD"
-    assert "torch" in json.loads((folder / "environment.json").read_text())["versions"]
+    assert "torch" in json.loads((folder / "environment.json").read_text())["packages"]
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == 2
     assert "val/accuracy" in rows[-1]

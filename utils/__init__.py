@@ -1,12 +1,10 @@
 """Parts that anyone can use without the trainer: they need torch and NumPy only."""
 
 if __name__ == "utils":  # imported at a checkout's root as plain `utils`: hand out the very same modules, not copies
+    import importlib
+    import pkgutil
     import sys
 
-    import safe_trainer.utils
-    import safe_trainer.utils.anomaly
-    import safe_trainer.utils.monitors
-
-    sys.modules["utils"] = safe_trainer.utils
-    sys.modules["utils.anomaly"] = safe_trainer.utils.anomaly
-    sys.modules["utils.monitors"] = safe_trainer.utils.monitors
+    sys.modules["utils"] = ours = importlib.import_module("safe_trainer.utils")
+    for module in pkgutil.iter_modules(ours.__path__):
+        sys.modules[f"utils.{module.name}"] = importlib.import_module(f"safe_trainer.utils.{module.name}")

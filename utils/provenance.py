@@ -71,8 +71,8 @@ class Event:
     """Its result has fewer elements than the bad tensors that it read."""
     writes: bool = False
     """It puts given values into a tensor, as an assignment does."""
-    absorbed: bool = False
-    """Some operation read it and gave a finite result."""
+    passed_on: bool = False
+    """Some operation read it, and either made it finite or is an event itself."""
     operands: tuple[Operand, ...] = ()
     arguments: dict[str, Any] = field(default_factory=dict)
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from safe_trainer.utils import provenance
 from safe_trainer.utils.operations import Call, read_call, tensors_in
 from safe_trainer.utils.provenance import Damage, Event, Key, is_bad, overlap, plain, storage_key
-from safe_trainer.utils.source_lines import Place, Stack, calls, node_place, read_stack
+from safe_trainer.utils.source_lines import Place, Stack, calls, read_stack, trace_node
 
 UNSET = frozenset(["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"])
 """Operations that return memory as they find it."""
@@ -152,7 +152,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The running stack; a checkpoint's second forward belongs to the module that ran the first one."""
         stack = read_stack(self._name_of, self._bottom)
         if stack.recomputed and stack.module is None and node is not None:
-            return replace(stack, module=self._maker(node, node_place(node, self._bottom))[0])
+            return replace(stack, module=self._maker(*trace_node(node, self._bottom))[0])
         return stack
 
     def _where(self, node: Any, stack: Stack | None) -> Where:
@@ -164,8 +164,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return Where("forward", None, stack.place, stack.applied, stack.module)
         if node is None:  # the engine adds up the gradients of a tensor with several uses
             return Where("backward", "gradient accumulation", stack.place or stack.caller, None, stack.module)
-        made = node_place(node, self._bottom)
-        module, place = self._maker(node, made)
+        first, made = trace_node(node, self._bottom)
+        module, place = self._maker(first, made)
         if stack.place is not None:
             return Where("backward", node.name(), stack.place, made or place, module)
         return Where("backward", node.name(), made or place or stack.caller, None, module)
@@ -240,7 +240,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if bad:
             self._blame(call, before, bad, node, stack)
         elif made:
-            self._mark_absorbed(call)
+            self._mark_passed_on(call)
         self._watch_ends(call, results, result, node, stack)
 
     def _blame(
@@ -254,6 +254,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parents += self._behind_numbers(call)
         event = self._record(call.name, self._where(node, stack), provenance.glance(bad[0]))
         event.parents = list(dict.fromkeys(parents))
+        for parent in event.parents:
+            parent.passed_on = True
         numbers = provenance.non_finite_numbers(call.others.values())
         on_purpose = all(parent.legal for parent in event.parents) if event.parents else set(numbers) == {-math.inf}
         event.legal = on_purpose and not event.has_nan
@@ -280,12 +282,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         same = [event for known, event in self._numbers for number in wanted if _same(known, number)]
         return same[-1:]
 
-    def _mark_absorbed(self, call: Call) -> None:
+    def _mark_passed_on(self, call: Call) -> None:
         for _, tensor in call.inputs:
             dense = plain(tensor)
             if dense is not None and dense in self.producers and is_bad(dense):
                 for event in self.producers.of(dense):
-                    event.absorbed = True
+                    event.passed_on = True
 
     def _watch_ends(self, call: Call, results: list[Tensor], result: Any, node: Any, stack: Stack | None) -> None:
         """Note bad values where they leave the graph: what backward starts from, leaves' gradients, Python numbers."""

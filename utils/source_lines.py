@@ -158,8 +158,8 @@ def calls(function: str, depth: int = 12) -> bool:
     return False
 
 
-def node_place(node: Any, bottom: CodeType) -> Place | None:
-    """The user's forward line that made an autograd node, as anomaly mode noted it.
+def trace_node(node: Any, bottom: CodeType) -> tuple[Any, Place | None]:
+    """The forward node that an autograd node belongs to, and the user's line that made it, as anomaly mode noted it.
 
     A node made inside a backward pass leads back to the node it was made for (double backward), unless it was the
     user's own code that ran in there (a checkpoint's second forward, a custom backward).
@@ -172,9 +172,9 @@ def node_place(node: Any, bottom: CodeType) -> Place | None:
         engines = [i for i, place in enumerate(places) if place.function == "_engine_run_backward"]
         inside = choose(reversed(places[engines[-1] :])) if engines else None
         if inside is not None:
-            return inside
+            return node, inside
         node = parent
-    return choose(reversed(places))
+    return node, choose(reversed(places))
 
 
 def parse_traceback(entries: Iterable[str], bottom: CodeType | None = None) -> list[Place]:

@@ -130,7 +130,7 @@ def trace(
     loss = find_loss(result)
     ends = _ends(recorder, result, loss, named, finite)
     if error is not None and not any(ends.values()):
-        ends["the step before it raised"] = _unabsorbed(recorder)
+        ends["the step before it raised"] = _loose_ends(recorder)
     bad = tuple(name for name, events in ends.items() if events)
     culprit = _verdict(ends)
     return Trace(
@@ -230,9 +230,9 @@ def _behind(recorder: Recorder, tensor: Tensor | None) -> list[Event]:
     return recorder.behind(dense) if dense is not None and is_bad(dense) else []
 
 
-def _unabsorbed(recorder: Recorder) -> list[Event]:
-    """The latest non-finite result that nothing turned finite again: what a step that raised most likely fell over."""
-    left = [event for event in recorder.events if not event.absorbed and not event.legal]
+def _loose_ends(recorder: Recorder) -> list[Event]:
+    """The latest non-finite result that nothing used or made finite: what a step that raised most likely fell over."""
+    left = [event for event in recorder.events if not event.passed_on and not event.legal]
     return recorder.failed or left[-1:]
 
 

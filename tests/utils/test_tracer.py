@@ -236,8 +236,8 @@ def test_step_that_raises_after_the_fault() -> None:
     def step() -> Tensor:
         masked = torch.full((2,), -math.inf).softmax(0).nan_to_num() + weight.masked_fill(weight > -1, -math.inf).exp()
         loss = (weight.log() + masked).sum()  # raised later
-        torch.exp(-1 / torch.zeros(2))  # an infinity that comes later, but is made finite again
         if not torch.isfinite(loss):
+            torch.exp(-1 / torch.zeros(2))  # an infinity that comes later, but is made finite again
             raise ValueError("loss is not finite")
         return loss
 
@@ -448,6 +448,25 @@ def test_unusual_tensors(step: Callable[[], Tensor]) -> None:
     culprit = trace(step).culprit
     assert culprit is not None
     assert culprit.operation == "aten.log"
+
+
+@pytest.mark.slow  # imports the compiler
+@pytest.mark.parametrize("way", ["compiled", "cond"])
+def test_compiled_code_runs_eagerly_and_control_flow_is_one_operation(way: str) -> None:
+    def body(x: Tensor) -> Tensor:
+        return x.log()
+
+    compiled = torch.compile(body, backend="eager", fullgraph=True)
+    compiled(torch.ones(2))
+
+    def step() -> Tensor:
+        if way == "compiled":
+            return compiled(torch.zeros(2)).sum()
+        return torch.cond(torch.tensor(True), body, torch.exp, (torch.zeros(2),)).sum()
+
+    culprit = trace(step).culprit
+    assert culprit is not None
+    assert culprit.operation == ("aten.log" if way == "compiled" else "cond")
 
 
 def test_works_inside_another_dispatch_mode() -> None:

@@ -391,11 +391,12 @@ def sqrt_in_place_on_a_view(x: Tensor, mended: bool) -> Tensor:
     return y * 2
 
 
-@case("aten.div", [1e-30, 1.0], kind="backward", node="DivBackward0", value="inf")
+@case("aten.mul", [50.0, 1.0], kind="backward", node="MulBackward0", value="inf")
 def second_derivative(x: Tensor, mended: bool) -> Tensor:
-    root = (x + (1.0 if mended else 0.0)).sqrt()  # culprit
-    (slope,) = torch.autograd.grad(root.sum(), x, create_graph=True)
-    return slope
+    power = (x / (10.0 if mended else 1.0)).exp()  # culprit
+    tiny = x * 1e-32
+    (slope,) = torch.autograd.grad((power * tiny).sum(), x, create_graph=True)
+    return slope * 1e20
 
 
 class Steep(torch.autograd.Function):
