@@ -310,7 +310,7 @@ class Config:
     clip_value: float | None = None
     """Greatest absolute value of any gradient entry."""
     ema_decay: float | None = None
-    """Keep an exponential moving average of the weights with this decay a step, and evaluate it; null keeps none."""
+    """Keep a moving average of the weights with this decay a step (less at first), and evaluate it; null keeps none."""
     compile: bool = False
     """Run the model through torch.compile."""
     channels_last: bool = False

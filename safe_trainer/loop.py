@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.optim.swa_utils import AveragedModel
 
 from safe_trainer.checkpoint import Checkpoints
 from safe_trainer.config import Config, ConfigError, Interval, OnFault
+from safe_trainer.ema import Average
 from safe_trainer.early_stopping import EarlyStopping
 from safe_trainer.findings import Finding, Severity
 from safe_trainer.guard import SCALE_FLOOR, Action, Attempt, Guard, global_norm
@@ -76,7 +76,7 @@ class Loop:
         output: Output,
         checkpoints: Checkpoints | None,
         evaluate: Callable[[], dict[str, float]],
-        average: AveragedModel | None = None,
+        average: Average | None = None,
         train_step: Callable[[Any], Any] | None = None,
     ) -> None:
         self.config, self.model, self.task, self.optimizer, self.loader = config, model, task, optimizer, loader
@@ -293,7 +293,7 @@ class Loop:
         """
         self.position.updates += 1
         if self.average is not None:
-            self.average.update_parameters(self.model)
+            self.average.update(self.model)
             if following is not None:
                 following.buffers.copy_to(self.average.module)
         self.advance_scheduler(Interval.step)

@@ -15,10 +15,10 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from safe_trainer.checkpoint import Checkpoints, infinite_tensors, state_differences
 from safe_trainer.config import Config, ConfigError, Interval, parse
+from safe_trainer.ema import Average
 from safe_trainer.evaluation import evaluate
 from safe_trainer.findings import CheckResult, Finding, Report, SafetyError, Severity
 from safe_trainer.guard import Guard, needs_closure, reachable_scalers, without_update
@@ -261,11 +261,8 @@ class SafeTrainer:
             return next((p.device for p in self.model.parameters()), torch.device("cpu"))
         return resolve_device(self.config.device)
 
-    def _average(self) -> AveragedModel | None:
-        if self.config.ema_decay is None:
-            return None
-        average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(self.config.ema_decay))
-        return average.requires_grad_(False)
+    def _average(self) -> Average | None:
+        return None if self.config.ema_decay is None else Average(self.model, self.config.ema_decay)
 
     def _loop(self, output: Output) -> Loop:
         config = self.config

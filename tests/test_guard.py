@@ -67,7 +67,7 @@ def train(data, config, make_optimizer=OPTIMIZERS["sgd_momentum"], **options):
         report = trainer.run()
     except SafetyError as error:
         report = error.report
-    state = fingerprint(model, optimizer) + list(trainer.average.state_dict().values())
+    state = fingerprint(model, optimizer) + list(trainer.average.module.state_dict().values())
     return state, scheduler.state_dict(), report
 
 

@@ -159,7 +159,7 @@ def test_ema_is_the_running_average_and_is_what_gets_evaluated(run_config):
         by_hand.step()
         with torch.no_grad():
             for kept, new in zip(average.parameters(), twin.parameters(), strict=True):
-                kept.copy_(new) if step == 0 else kept.lerp_(new, 0.1)
+                kept.lerp_(new, 1 - min(0.9, (2 + step) / (11 + step)))
     torch.testing.assert_close(trainer.average.module.weight, average.weight)
     expected = nn.functional.cross_entropy(average(data.tensors[0]), data.tensors[1])
     assert report.metrics["val/loss"] == pytest.approx(expected.item(), rel=1e-5)

@@ -66,7 +66,7 @@ def train(folder, loader, steps, **options):
         torch.tensor(random.getstate()[1]),
         torch.from_numpy(np.random.get_state()[1].copy()),
     )
-    state = fingerprint(model, optimizer) + list(trainer.average.state_dict().values()) + list(generators)
+    state = fingerprint(model, optimizer) + [trainer.average.updates, *trainer.average.module.state_dict().values()] + list(generators)
     return state, scheduler.state_dict(), report.history, (folder / "metrics.jsonl").read_text()
 
 
