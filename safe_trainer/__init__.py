@@ -7,7 +7,20 @@ __version__ = "0.1.0"
 if not (Path(__file__).parent / "utils").is_dir():  # a checkout: utils/, conf/, recipes/ sit beside this folder
     __path__.append(str(Path(__file__).parent.parent))
 
+from safe_trainer.config import Config, ConfigError
+from safe_trainer.explain import explain
 from safe_trainer.findings import CheckResult, Finding, Report, SafetyError, Severity, Status
 from safe_trainer.trainer import SafeTrainer
 
-__all__ = ["CheckResult", "Finding", "Report", "SafeTrainer", "SafetyError", "Severity", "Status"]
+__all__ = [
+    "CheckResult",
+    "Config",
+    "ConfigError",
+    "Finding",
+    "Report",
+    "SafeTrainer",
+    "SafetyError",
+    "Severity",
+    "Status",
+    "explain",
+]

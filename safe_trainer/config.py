@@ -422,7 +422,7 @@ def did_you_mean(name: str, known: list[str]) -> str:
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
-def _nested(values: Mapping[str, Any], problems: list[str], prefix: str = "") -> dict[str, Any]:
+def _nested(values: Mapping[Any, Any], problems: list[str], prefix: str = "") -> dict[str, Any]:
     """Dotted keys turned into nested mappings; several ways to name one section are merged."""
     tree: dict[str, Any] = {}
     for key, value in values.items():

@@ -13,8 +13,8 @@ from torch import nn
 class Average:
     """A copy of a model whose weights follow it slowly. `module` is the copy, to evaluate and to save.
 
-    The decay of update n is ``min(decay, (1 + n) / (10 + n))``, as TensorFlow's ExponentialMovingAverage has it: a short
-    run is then not judged by its first weights. Buffers, such as BatchNorm's statistics, are copied as they are.
+    The decay of update n is ``min(decay, (1 + n) / (10 + n))``, as TensorFlow's ExponentialMovingAverage has it: a
+    short run is then not judged by its first weights. Buffers, such as BatchNorm's statistics, are copied.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

@@ -49,7 +49,7 @@ class Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         # (dict, name) and not the tensor: a forward may replace a buffer by a new one
-        self._places = [
+        self._places: list[tuple[dict[str, Any], str]] = [
             (module._buffers, name)
             for module in model.modules()
             for name, buffer in module._buffers.items()

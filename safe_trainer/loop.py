@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from safe_trainer.checkpoint import Checkpoints
 from safe_trainer.config import Config, ConfigError, Interval, OnFault
-from safe_trainer.ema import Average
 from safe_trainer.early_stopping import EarlyStopping
+from safe_trainer.ema import Average
 from safe_trainer.findings import Finding, Severity
 from safe_trainer.guard import SCALE_FLOOR, Action, Attempt, Guard, global_norm
 from safe_trainer.history import History
@@ -262,7 +262,7 @@ class Loop:
     def norm_and_clip(self, gradients: list[Tensor]) -> Tensor | None:
         """Global norm before clipping, computed once for the fuse and for clipping."""
         if self.config.clip_norm is not None:
-            return torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm)
+            return torch.nn.utils.clip_grad_norm_(self.parameters, float(self.config.clip_norm))
         norm = global_norm(gradients) if self.config.guard.enabled and gradients else None
         if self.config.clip_value is not None:
             torch.nn.utils.clip_grad_value_(self.parameters, self.config.clip_value)
@@ -323,7 +323,7 @@ class Loop:
         if finite.is_cuda:
             host = torch.empty(finite.shape, dtype=finite.dtype, pin_memory=True)
             finite = host.copy_(finite, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             finite.arrived = event  # type: ignore[attr-defined]
         self.pending = Pending(attempt, finite, states)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
+from omegaconf import OmegaConf
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from safe_trainer.config import Config, ConfigError, Mode, parse
 from safe_trainer.findings import SafetyError
@@ -63,13 +64,14 @@ def evaluate(config: Config, build: Build) -> None:
     from safe_trainer.terminal import show_figures
 
     run = config_of(config)
-    trainer = build(run, Path(_path_of(config)))
+    folder, rules = Path(_path_of(config)), run.checkpoint
+    trainer = build(run, folder)
     which = config.weights or "best"
-    store = Checkpoints(Path(_path_of(config)) / "checkpoints", metric=run.checkpoint.metric, direction=run.checkpoint.direction)
+    store = Checkpoints(folder / "checkpoints", metric=rules.metric, direction=rules.direction)
     if which == "best" and store.best() is None:
         which = "last"
     state, info = store.load(which)
-    show_figures(trainer.judge(state), f"{which} checkpoint, step {info.step:,}, of {_path_of(config)}")
+    show_figures(trainer.judge(state), f"{which} checkpoint, step {info.step:,}, of {folder}")
 
 
 def replay(config: Config, build: Build) -> None:
@@ -118,8 +120,8 @@ def config_of(config: Config) -> Config:
     folder = Path(_path_of(config))
     file = (folder if folder.is_dir() else folder.parent.parent) / "config.yaml"
     try:
-        values: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+        values: Any = OmegaConf.to_container(OmegaConf.load(file))
+    except (OSError, ValueError, YAMLError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError([f"path must be the folder of a run (got {folder}: {reason})"]) from error
     run = parse({**values, "device": config.device, "run_dir": None, "resume": None, "mode": "train"})

@@ -45,8 +45,8 @@ def loss_of(outcome: Mapping[str, Any]) -> Tensor:
         TypeError: the outcome has no loss, or the loss is not one number.
     """
     if not isinstance(outcome, Mapping) or "loss" not in outcome:
-        got = sorted(outcome) if isinstance(outcome, Mapping) else type(outcome).__name__
-        raise TypeError(f"a task must return a mapping with the key 'loss' (got {got})")
+        keys = f"the keys {sorted(outcome)}" if isinstance(outcome, Mapping) else type(outcome).__name__
+        raise TypeError(f"a task must return a mapping with the key 'loss' (got {keys})")
     loss = outcome["loss"]
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -101,7 +101,7 @@ class SafeTrainer:
         self.task: Task = task or Supervised(loss_fn or _no_loss)
         self.model.to(self.device)
         if self.config.channels_last:
-            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.model.to(memory_format=torch.channels_last)
         self.precision = Precision(self.config.precision, self.device)
         self.metrics = _as_collection(metrics, self.device)
         self.average = self._average()
@@ -218,10 +218,12 @@ class SafeTrainer:
     def _hold_together(self) -> None:
         """Raise one ConfigError for all that does not fit together."""
         config, problems = self.config, []
+        model: Any = self.model  # a caller's types are a promise that nobody has checked
+        optimizers: list[Any] = self.optimizers
         own_step = self.train_step is not None
-        if not isinstance(self.model, nn.Module):
-            problems.append(f"model must be a torch.nn.Module (got {type(self.model).__name__})")
-        for optimizer in self.optimizers:
+        if not isinstance(model, nn.Module):
+            problems.append(f"model must be a torch.nn.Module (got {type(model).__name__})")
+        for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
                 problems.append(f"optimizer must be a torch.optim.Optimizer (got {type(optimizer).__name__})")
             elif needs_closure(optimizer) and not own_step:
@@ -314,7 +316,8 @@ class SafeTrainer:
         folder = self.folder
         save_start(folder, self.config, sys.argv)
         sinks = self.loggers if self.loggers is not None else (JsonLines(folder), TensorBoard(folder))
-        length = len(self.train_loader) if hasattr(self.train_loader, "__len__") else None
+        loader: Any = self.train_loader
+        length = len(loader) if hasattr(loader, "__len__") else None
         progress = Progress(
             total_steps=total_steps(self.config, length),
             total_epochs=None if self.config.max_steps else self.config.max_epochs or DEFAULT_EPOCHS,

@@ -35,7 +35,7 @@ def test_all_mistakes_are_told_at_once():
         {
             "foo": 1,
             "max_epochs": "abc",
-            "monitor.evry": 5,
+            "monitor.everi": 5,
             "guard.nonfinite": "halt",
             "sample_rate": 0,
             "anomaly.lr_jump": math.nan,

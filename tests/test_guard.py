@@ -337,7 +337,7 @@ def test_lbfgs_in_a_step_of_the_users_own_is_undone_too(run_config):
 
         return optimizer.step(closure)
 
-    made, poisoned = batches((2,), count=3)
+    _, poisoned = batches((2,), count=3)
     trainer = SafeTrainer(
         model,
         nn.CrossEntropyLoss(),

@@ -49,7 +49,7 @@ def test_three_mistakes_are_told_at_once_without_a_traceback(run, tmp_path):
         (["+recipe=digit"], "did you mean digits?"),
         (["optimizer.lr=-1"], "Invalid learning rate: -1"),
         (["optimizer.momentum=abc"], "optimizer.momentum must be a number (got 'abc')"),
-        (["model._target_=torch.nn.Linaer"], "torch.nn has no 'Linaer'"),
+        (["model._target_=torch.nn.Linear2"], "torch.nn has no 'Linear2'"),
         (["model._target_=nowhere.Model"], "there is no module 'nowhere'"),
         (["model=null", "metrics=none"], "model must be given"),
         (["a==b="], "cannot be read as key=value"),

@@ -5,7 +5,18 @@ import sys
 
 import safe_trainer
 
-PUBLIC = {"CheckResult", "Finding", "Report", "SafeTrainer", "SafetyError", "Severity", "Status"}
+PUBLIC = {
+    "CheckResult",
+    "Config",
+    "ConfigError",
+    "Finding",
+    "Report",
+    "SafeTrainer",
+    "SafetyError",
+    "Severity",
+    "Status",
+    "explain",
+}
 HEAVY = ("hydra", "sklearn", "torchvision", "matplotlib", "plotly", "tensorboard", "torchmetrics", "jinja2")
 
 

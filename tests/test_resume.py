@@ -66,7 +66,8 @@ def train(folder, loader, steps, **options):
         torch.tensor(random.getstate()[1]),
         torch.from_numpy(np.random.get_state()[1].copy()),
     )
-    state = fingerprint(model, optimizer) + [trainer.average.updates, *trainer.average.module.state_dict().values()] + list(generators)
+    average = [trainer.average.updates, *trainer.average.module.state_dict().values()]
+    state = [*fingerprint(model, optimizer), *average, *generators]
     return state, scheduler.state_dict(), report.history, (folder / "metrics.jsonl").read_text()
 
 
