@@ -68,11 +68,14 @@ LOOPS: dict[str, Loop] = {
 
 def over(rows: list[Row]) -> list[str]:
     """What costs more than it may, in sentences."""
-    return [
-        f"{row.loop} on the {row.workload}: {row.ratio:.3f}, at most {limit}"
-        for row in rows
-        if (limit := LIMITS.get((row.loop, row.workload))) is not None and row.ratio > limit
-    ]
+    found = []
+    for row in rows:
+        limit = LIMITS.get((row.loop, row.workload))
+        # a window is what happens in few steps: only the mean knows of it
+        ratio = row.ratio if row.loop == "guard+windows" else row.typical_ratio
+        if limit is not None and ratio > limit:
+            found.append(f"{row.loop} on the {row.workload}: {ratio:.3f}, at most {limit}")
+    return found
 
 
 def main() -> int:

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -134,8 +135,8 @@ def ignite(model: nn.Module, loss_fn: nn.Module, optimizer: torch.optim.Optimize
     create_supervised_trainer(model, optimizer, loss_fn).run(loader, max_epochs=1)
 
 
-def measure(workload: Workload, data: ClockedDataset, loop: Loop) -> tuple[float, float, dict[str, Tensor]]:
-    """Seconds and processor seconds of a step in one training, and the weights it ends with."""
+def measure(workload: Workload, data: ClockedDataset, loop: Loop) -> tuple[float, float, float, dict[str, Tensor]]:
+    """Of a step in one training: mean seconds, mean processor seconds, median seconds; and the weights it ends with."""
     torch.manual_seed(0)
     model = workload.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -145,7 +146,9 @@ def measure(workload: Workload, data: ClockedDataset, loop: Loop) -> tuple[float
     if len(data.asked_at) != workload.warm + workload.steps:
         raise RuntimeError(f"a loop took {len(data.asked_at)} batches instead of {workload.warm + workload.steps}")
     (started, started_cpu), (ended, ended_cpu) = data.asked_at[workload.warm - 1], data.asked_at[-1]
-    return (ended - started) / workload.steps, (ended_cpu - started_cpu) / workload.steps, model.state_dict()
+    clock = [wall for wall, _ in data.asked_at[workload.warm - 1 :]]
+    typical = statistics.median(after - before for before, after in pairwise(clock))
+    return (ended - started) / workload.steps, (ended_cpu - started_cpu) / workload.steps, typical, model.state_dict()
 
 
 @dataclass(kw_only=True)
@@ -162,6 +165,9 @@ class Row:
     """First quartile of the ratios."""
     high: float
     """Third quartile of the ratios."""
+    typical_ratio: float
+    """The same for the median step of a round: what other programs on the machine do to single steps leaves it alone,
+    and so does what happens in few steps only, as an anomaly window or a row of the log."""
     cpu_ratio: float
     """The same for processor time, median: other programs on the machine disturb it less."""
     same_weights: bool
@@ -173,11 +179,13 @@ def compare(workload: Workload, loops: dict[str, Loop], rounds: int) -> list[Row
     data, names = workload.data(), list(loops)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     processor: dict[str, list[float]] = {name: [] for name in names}
+    typical: dict[str, list[float]] = {name: [] for name in names}
     same = dict.fromkeys(names, True)
     for turn in range(rounds):
         weights = {}
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            wall, cpu, weights[name] = measure(workload, data, loops[name])
+            wall, cpu, middle, weights[name] = measure(workload, data, loops[name])
+            typical[name].append(middle)
             seconds[name].append(wall)
             processor[name].append(cpu)
         for name in names:
@@ -194,6 +202,7 @@ def compare(workload: Workload, loops: dict[str, Loop], rounds: int) -> list[Row
                 ratio=middle,
                 low=low,
                 high=high,
+                typical_ratio=statistics.median(to_plain(typical, name)),
                 cpu_ratio=statistics.median(to_plain(processor, name)),
                 same_weights=same[name],
             )
@@ -206,11 +215,13 @@ def to_plain(seconds: dict[str, list[float]], name: str) -> list[float]:
 
 
 def table(rows: list[Row]) -> str:
-    titles = ("workload", "loop", "ms a step", "to plain", "quartiles", "processor time", "same weights")
+    measured = ("to plain", "quartiles", "typical step", "processor time")
+    titles = ("workload", "loop", "ms a step", *measured, "same weights")
     lines = [titles, tuple("---" for _ in titles)]
     for row in rows:
         spread, same = f"{row.low:.3f} to {row.high:.3f}", "yes" if row.same_weights else "NO"
-        figures = f"{row.milliseconds:.3f}", f"{row.ratio:.3f}", spread, f"{row.cpu_ratio:.3f}"
+        robust = f"{row.typical_ratio:.3f}", f"{row.cpu_ratio:.3f}"
+        figures = f"{row.milliseconds:.3f}", f"{row.ratio:.3f}", spread, *robust
         lines.append((row.workload, row.loop, *figures, same))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

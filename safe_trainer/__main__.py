@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
@@ -108,15 +109,32 @@ def options(group: str, folders: list[Path]) -> list[str]:
     return sorted(found)
 
 
-def described(group: str, name: str, folders: list[Path]) -> str:
-    """What an option says of itself: the words behind the command in its first comment."""
-    for folder in reversed(folders):
-        path = folder / group / f"{name}.yaml"
+def described(name: str, folders: list[Path]) -> tuple[str, str]:
+    """The line that runs a recipe, and what the recipe says that it reaches: both stand in its first comment.
+
+    The folder in the line is the one that was given, whatever the comment calls it.
+    """
+    for folder in folders:
+        path = folder / "recipe" / f"{name}.yaml"
         if path.is_file():
             lines = path.read_text(encoding="utf-8").splitlines()
             comment = next((line for line in lines if line.startswith("#") and "@package" not in line), "")
-            return comment.partition(name)[2].partition("  ")[2].strip() if name in comment else ""
-    return ""
+            command, _, reaches = comment.lstrip("# ").partition("  ")
+            options = command.partition(f"+recipe={name}")[2]
+            place = "" if folder is folders[0] else f" --config-dir {shlex.quote(str(folder))}"
+            return f"python -m safe_trainer{place} +recipe={name}{options}", reaches.strip()
+    return "", ""
+
+
+def shadowed(folders: list[Path]) -> list[str]:
+    """Files of --config-dir that Hydra would not read, since ours of the same name come first."""
+    ours, *others = folders
+    return [
+        f"{path} must have a name of its own: {path.relative_to(folder)} of safe_trainer is read in its place"
+        for folder in others
+        for path in sorted(folder.rglob("*.yaml"))
+        if (own := ours / path.relative_to(folder)).is_file() and own.read_bytes() != path.read_bytes()
+    ]
 
 
 def _holds_yaml(folder: Path) -> bool:
@@ -131,7 +149,7 @@ def readable_overrides(given: list[str], folders: list[Path]) -> list[str]:
     """
     known = groups(folders)
     parser = OverridesParser.create()
-    problems, rewritten = [], []
+    problems, rewritten = shadowed(folders), []
     for text in given:
         try:
             override = parser.parse_override(text)
@@ -239,7 +257,7 @@ def print_only(config: Config, folders: list[Path]) -> None:
     if config.mode is Mode.explain:
         modes.explain(config)
     else:
-        modes.recipes(options("recipe", folders), lambda name: described("recipe", name, folders))
+        modes.recipes([described(name, folders) for name in options("recipe", folders)])
 
 
 def guarded(work: Callable[[], float | None]) -> tuple[int, float | None]:

@@ -18,8 +18,10 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from torch import nn
 
+from safe_trainer.combinations import combination_problems, too_few_outputs
 from safe_trainer.config import Config, ConfigError, Interval, did_you_mean
-from safe_trainer.data import build_loaders
+from safe_trainer.data import build_loaders, length_of
+from safe_trainer.guard import needs_closure
 from safe_trainer.trainer import SafeTrainer, resolve_device, total_steps
 from safe_trainer.utils import rng
 
@@ -33,7 +35,7 @@ NAMED = ("metrics", "logger")
 
 HYDRA_KEYS = frozenset({"_target_", "_args_", "_partial_", "_recursive_", "_convert_"})
 
-HARMLESS = ("torch.optim.", "torch.nn.", "torchmetrics.")
+HARMLESS = ("torch.optim.", "torch.nn.", "torchmetrics.", "safe_trainer.recipes.schedules.")
 """Targets that are built once on trial, beside a parameter of one element, since only they know their ranges."""
 
 
@@ -41,7 +43,9 @@ HARMLESS = ("torch.optim.", "torch.nn.", "torchmetrics.")
 
 
 def target_problems(config: Config) -> list[str]:
-    """Everything that is wrong with the groups' targets: what cannot be imported, arguments that do not bind."""
+    """Everything that is wrong with the groups: targets that cannot be imported, arguments that do not bind, and parts
+    that cannot work together.
+    """
     problems = [
         f"{group} must be given: {group}=NAME, one of conf/{group}" for group in REQUIRED if not getattr(config, group)
     ]
@@ -56,7 +60,8 @@ def target_problems(config: Config) -> list[str]:
         found = _node_problems(node, group, SUPPLIED.get(group.split(".")[0]))
         problems += found
         sound += [] if found else [(group, node)]
-    return problems + _trial_problems(sound)
+    task = locate(config.task["_target_"]) if config.task and "task" in dict(sound) else None
+    return problems + combination_problems(config, task) + _trial_problems(sound)
 
 
 def _nodes(config: Config) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -210,6 +215,11 @@ def _trial_problems(nodes: list[tuple[str, Mapping[str, Any]]]) -> list[str]:
             try:
                 if group == "optimizer":
                     trial = make(node, group, params=[nn.Parameter(torch.zeros(1))])
+                    if needs_closure(trial):
+                        problems.append(
+                            f"optimizer must be one without a closure (got {node['_target_']}): a closure needs "
+                            "a train_step of your own, which only a program with SafeTrainer can give"
+                        )
                 elif group == "scheduler":
                     if trial is not None:
                         make(_with_length(node, 100), group, optimizer=trial)
@@ -253,9 +263,12 @@ def build(config: Config, folder: Path) -> SafeTrainer:
     task = _task(config, loss_fn)
     device = resolve_device(config.device)
     loaders = build_loaders(make(config.data, "data"), config.loader, seed=config.seed, device=device)
+    problems = too_few_outputs(config, loaders.num_classes)
+    if problems:
+        raise ConfigError(problems)
     model.to(device)
     optimizer = make(config.optimizer, "optimizer", params=_parameters(model, config))
-    scheduler = _scheduler(config, optimizer, len(loaders.train) if hasattr(loaders.train, "__len__") else None)
+    scheduler = _scheduler(config, optimizer, length_of(loaders.train))
     metrics = {name: make(node, f"metrics.{name}") for name, node in (config.metrics or {}).items() if node is not None}
     sinks = [
         make(node, f"logger.{name}", folder=folder) for name, node in (config.logger or {}).items() if node is not None

@@ -311,6 +311,14 @@ def _given(source: Any) -> dict[Any, Any]:
     return {key: getattr(source, key) for key in KEYS if hasattr(source, key)}
 
 
+def length_of(loader: Any) -> int | None:
+    """Batches of a loader, where it tells: a DataLoader over an IterableDataset has a ``__len__`` that raises."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
 def is_dataset(value: Any) -> bool:
     """Whether samples, not batches, come out of `value`: it has an index and a length, and is no plain list."""
     indexed = callable(getattr(value, "__getitem__", None)) and callable(getattr(value, "__len__", None))
@@ -331,8 +339,7 @@ def _wrong(part: str, value: Any, config: LoaderConfig) -> list[str]:
     if not is_dataset(value):
         if not hasattr(value, "__iter__"):
             return [f"{where} must be a data set (with __getitem__ and __len__) or an iterable of batches (got {what})"]
-        empty = callable(getattr(value, "__len__", None)) and len(value) == 0
-        return [f"{where} holds no batches (got an empty {what})"] if empty else []
+        return [f"{where} holds no batches (got an empty {what})"] if length_of(value) == 0 else []
     if len(value) == 0:
         return [f"{where} holds no samples (got an empty {what}): look at the path and the options of the data group"]
     if part == "train" and config.drop_last and len(value) < config.batch_size:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ def evaluate(
         ValueError: there was no batch.
     """
     totals: dict[str, Tensor] = {}
+    wide = torch.float32 if precision.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
     seen = 0
     if metrics is not None:
         metrics.reset()
@@ -57,9 +58,9 @@ def evaluate(
             count = count_of(outcome, batch)
             seen += count
             for name, value in {"loss": loss_of(outcome), **extra_figures(outcome)}.items():
-                totals[name] = totals.get(name, 0.0) + value.detach().reshape(()).double() * count
+                totals[name] = totals.get(name, 0.0) + value.detach().reshape(()).to(wide) * count
             if metrics is not None:
-                metrics.update(outcome["prediction"], outcome["target"])
+                metrics.update(*_compared(outcome))
     if not seen:
         raise ValueError("evaluation got no batch; give a validation loader with data, or set limit_val_batches=0")
     figures = {name: value.item() / seen for name, value in totals.items()}
@@ -67,3 +68,18 @@ def evaluate(
         figures.update({name: float(value) for name, value in metrics.compute().items()})
         metrics.reset()
     return figures
+
+
+def _compared(outcome: Mapping[str, Any]) -> tuple[Any, Any]:
+    """What the metrics compare.
+
+    Raises:
+        TypeError: the task does not give it.
+    """
+    missing = [key for key in ("prediction", "target") if key not in outcome]
+    if missing:
+        raise TypeError(
+            f"a task must return {' and '.join(missing)} when there are metrics (got the keys {sorted(outcome)}); "
+            "add them, or set metrics=none"
+        )
+    return outcome["prediction"], outcome["target"]

@@ -6,13 +6,10 @@ a rollback, weights and optimizer. It decides nothing about the loop: `trip` say
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -23,9 +20,25 @@ from torch.optim import Optimizer
 
 from safe_trainer.config import GuardConfig, Nonfinite, OnFault
 from safe_trainer.findings import Finding, Severity
-from safe_trainer.nonfinite import finding_from_trace, save_attempt
+from safe_trainer.gate import (
+    Arguments,
+    Ears,
+    after_closure,
+    all_finite,
+    global_norm,
+    held,
+    needs_closure,
+    strangers,
+    without_update,
+)
+from safe_trainer.nonfinite import Circumstances, finding_from_trace, finding_of_weight, save_attempt
+from safe_trainer.poisoned import bad_weights, explain
 from safe_trainer.task import describe_batch
+from safe_trainer.undo import Attempt, Buffers, Weights, containers, reachable_scalers, step_back
 from safe_trainer.utils import rng, tracer
+
+__all__ = ["Action", "Attempt", "Buffers", "Guard", "global_norm", "needs_closure", "reachable_scalers", "strangers",
+           "without_update"]  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +47,9 @@ MAX_REPLAYS = 3
 
 SCALE_FLOOR = 1.0
 """A loss scale below this means that true gradients, not scaled ones, overflow half precision."""
+
+Replay = Callable[[Any], Any]
+"""Runs forward and backward of a batch again, and returns the loss."""
 
 
 class Action(Enum):
@@ -44,96 +60,16 @@ class Action(Enum):
     stop = "stop"
 
 
-class Buffers:
-    """A model's buffers as they were: one copy into storage that is kept, so that taking it costs no allocation."""
-
-    def __init__(self, model: nn.Module) -> None:
-        # (dict, name) and not the tensor: a forward may replace a buffer by a new one
-        self._places: list[tuple[dict[str, Any], str]] = [
-            (module._buffers, name)
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if isinstance(buffer, Tensor)
-        ]
-        self._kept: list[Tensor] = []
-
-    @torch.no_grad()
-    def take(self) -> None:
-        """Remember the buffers of this moment."""
-        current = [place[name] for place, name in self._places]
-        if not current:
-            return
-        if [t.shape for t in self._kept] != [t.shape for t in current]:
-            self._kept = [t.clone() for t in current]
-        else:
-            torch._foreach_copy_(self._kept, current)
-
-    @torch.no_grad()
-    def copy_to(self, other: nn.Module) -> None:
-        """Write the remembered values into a copy of the model."""
-        names = (place[name] for place, name in Buffers(other)._places)
-        for buffer, kept in zip(names, self._kept, strict=True):
-            buffer.copy_(kept)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put the remembered values back."""
-        for (place, name), kept in zip(self._places, self._kept, strict=True):
-            current = place[name]
-            if isinstance(current, Tensor) and current.shape == kept.shape:
-                current.copy_(kept)
-            else:
-                place[name] = kept.clone()
-
-
-@dataclass
-class Attempt:
-    """One try at a step: its batch, and where the generators and buffers stood before it."""
-
-    buffers: Buffers
-    generators: rng.Snapshot = field(default_factory=rng.Snapshot)
-    step: int = 0
-    batch: Any = None
-
-    def begin(self, step: int, batch: Any) -> None:
-        """Remember where step `step` begins; the batch is kept, not copied."""
-        self.step, self.batch = step, batch
-        self.generators.take()
-        self.buffers.take()
-
-
-class Weights:
-    """Weights and optimizer state in memory, to go back to. Costs one copy of both."""
-
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], others: Sequence[Any] = ()) -> None:
-        self._parts: list[Any] = [model, *optimizers, *(other for other in others if other is not None)]
-        self._state: list[Any] | None = None
-        self._candidate: list[Any] | None = None
-
-    def take(self) -> None:
-        """A new state to go back to, once `confirm` has been called: the next step may show that it was bad."""
-        self._candidate = [copy.deepcopy(part.state_dict()) for part in self._parts]
-
-    def confirm(self) -> None:
-        """The step after `take` was finite, so what was taken is good."""
-        if self._candidate is not None:
-            self._state, self._candidate = self._candidate, None
-
-    def restore(self) -> bool:
-        """Go back; false if there is nothing to go back to yet."""
-        if self._state is None:
-            return False
-        for part, state in zip(self._parts, self._state, strict=True):
-            part.load_state_dict(copy.deepcopy(state))  # a copy: an optimizer goes on to change what it loads
-        self._candidate = None
-        return True
-
-
 class Guard:
     """The fuse. `begin` before a step; `holds` before the optimizer moves; `trip` when it must not.
 
     For a step that is not ours, `gate` stands in every optimizer's step as a pre-hook and drops non-finite gradients:
     an optimizer that finds no gradient leaves weights and state untouched.
+
+    Args:
+        restorable: what a rollback takes back besides model and optimizers: scheduler, average, scaler.
+        loss: the loss function; the buffers of one that is a module are guarded like the model's.
+        step: the user's own step, if there is one: what it counts for itself must not count a replay.
     """
 
     def __init__(
@@ -145,24 +81,36 @@ class Guard:
         on_fault: OnFault = OnFault.stop,
         folder: Path | None = None,
         restorable: Sequence[Any] = (),
+        loss: Any = None,
+        step: Callable[..., Any] | None = None,
     ) -> None:
         self.config = config
         self.model = model
         self.optimizers = list(optimizers)
         self.on_fault = on_fault
         self.folder = folder
+        self.step = step
         self.findings: list[Finding] = []
         self.skipped: list[int] = []
         self.in_a_row = 0
         self.rollbacks = 0
+        self.applied = 0
         self.replaying = False
         self.gate_tripped = False
-        buffers = [Buffers(model), Buffers(model)]  # two: a late flag is read when the next step has begun
-        self._attempts = [Attempt(buffer) for buffer in buffers]
+        self.moves = 0
+        """How often the optimizers moved within the present step of the user's own."""
+        self._modules = [model, loss] if isinstance(loss, nn.Module) else [model]
+        # two: a late flag is read when the next step has begun
+        self._attempts = [Attempt(Buffers(*self._modules)) for _ in range(2)]
         self._turn = 0
         self._rolling = Weights(model, optimizers, restorable) if config.nonfinite is Nonfinite.rollback else None
         self._undo = Weights(model, optimizers) if self._moves_before_it_knows() else None
         self._repeats: dict[tuple[str, str | None, str | None], int] = {}
+        self._gated = False
+        self._losses: list[Tensor] = []
+        """What backward was called on since an optimizer moved last."""
+        self._waiting: Finding | None = None
+        self._bad_from_start = set(bad_weights(self._weights())) if config.enabled else set()
 
     def _moves_before_it_knows(self) -> bool:
         """Whether weights can move before the flag is known: several optimizers, or one that evaluates the model."""
@@ -175,7 +123,9 @@ class Guard:
         self._turn ^= 1
         attempt = self._attempts[self._turn]
         attempt.begin(step, batch)
-        self.gate_tripped = False
+        if self._gated:
+            self._waiting = None  # the optimizer has moved since: what waited was finite after all
+        self.gate_tripped, self._gated, self.moves, self._losses = False, False, 0, []
         if self._undo is not None:
             self._undo.take()
             self._undo.confirm()
@@ -190,13 +140,12 @@ class Guard:
         """
         if math.isfinite(loss.item() if norm is None else (loss.detach() + norm).item()):
             return True
-        if not bool(torch.isfinite(loss.detach()).all()):
-            return False
-        return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+        return bool(torch.isfinite(loss.detach()).all()) and all_finite(gradients)
 
     def passed(self, step: int) -> None:
         """A step was finite and has been applied."""
         self.in_a_row = 0
+        self.applied += 1
         if self._rolling is not None:
             self._rolling.confirm()
             if step == 1 or step % self.config.snapshot_every == 0:
@@ -204,92 +153,147 @@ class Guard:
 
     # --- the gate in a step that is not ours ---------------------------------------------------------------------
 
-    def gate(self, optimizer: Optimizer, *_: object) -> None:
-        """Step pre-hook: drop every gradient if any of this optimizer's is not finite."""
+    def gate(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """Step pre-hook: drop all gradients of this optimizer if one is not finite; after its closure if it has one."""
         if self.replaying:
-            return
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        gradients = [p.grad for p in parameters]
-        if not self._finite(gradients):
-            self.gate_tripped = True
-            for parameter in parameters:
-                parameter.grad = None
+            return None
+        behind_closure = after_closure(args, kwargs, lambda _: self._judge(optimizer))
+        if behind_closure is None:
+            self._judge(optimizer)
+        return behind_closure
+
+    def _judge(self, optimizer: Optimizer) -> None:
+        self._gated = True
+        parameters = [parameter for parameter in held(optimizer) if parameter.grad is not None]
+        overflow = getattr(optimizer, "found_inf", None)  # a GradScaler's own flag, which it hands to a fused optimizer
+        if isinstance(overflow, Tensor):
+            drop = bool(overflow)  # normal, and no trip; but a fused SGD would leave its first momentum uninitialised
+        else:
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            device = gradients[0].device if gradients else None
+            drop = not all_finite([*gradients, *(loss.reshape(1).to(device) for loss in self._losses)])
+            self.gate_tripped |= drop
+        self._losses = []
+        self.moves += not drop
+        for parameter in parameters if drop else ():
+            parameter.grad = None
 
     def install_gate(self) -> list[Any]:
-        """Put the gate into every optimizer; the handles take it out again."""
-        return [optimizer.register_step_pre_hook(self.gate) for optimizer in self.optimizers]
+        """Put the gate into every optimizer, and listen to what backward is called on; the handles end both."""
+        return [Ears(self._hear), *(optimizer.register_step_pre_hook(self.gate) for optimizer in self.optimizers)]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Counts and findings, of plain types."""
-        return {
-            "skipped": list(self.skipped),
-            "in_a_row": self.in_a_row,
-            "rollbacks": self.rollbacks,
-            "findings": [
-                {**asdict(f), "severity": f.severity.value, "symptoms": list(f.symptoms)} for f in self.findings
-            ],
-        }
+    def _hear(self, loss: Tensor) -> None:
+        """A non-finite loss can have finite gradients: the step may not move the weights by those either."""
+        if not self.replaying:
+            self._losses.append(loss)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting where an earlier run stood."""
-        self.skipped, self.in_a_row, self.rollbacks = list(state["skipped"]), state["in_a_row"], state["rollbacks"]
-        self.findings = [Finding(**kept) for kept in state["findings"]]
+    def look_at_waiting(self, attempt: Attempt, replay: Replay) -> None:
+        """After a step of the user's own that only added to the gradients: replay it at once if they are bad now.
 
-    def _finite(self, gradients: Sequence[Tensor]) -> bool:
-        if not gradients:
-            return True
-        return math.isfinite(global_norm(gradients).item()) or all(bool(torch.isfinite(g).all()) for g in gradients)
+        The optimizer will trip over them in a later step, whose own batch is innocent. Until then nothing is told: a
+        scaler that nobody can see may know of the overflow.
+        """
+        if self._gated or self._waiting is not None or len(self.skipped) >= MAX_REPLAYS:
+            return
+        gradients = [(p, p.grad) for p in self._weights().values() if p.grad is not None]
+        if all_finite([gradient for _, gradient in gradients]):
+            return
+        after, generators = Buffers(*self._modules), rng.capture()
+        after.take()
+        self._drop_gradients()
+        finding, named, _ = self._name(attempt, replay, None)
+        after.restore()
+        rng.restore(generators)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        self._waiting = finding if named else None
 
     # --- when it blows -------------------------------------------------------------------------------------------
 
     def trip(
-        self, attempt: Attempt, replay: Callable[[], Any] | None, *, error: BaseException | None = None
+        self, attempt: Attempt, replay: Replay | None, *, error: BaseException | None = None
     ) -> tuple[Finding, Action]:
         """Undo what the step left behind, name what made it non-finite, and say what is to happen.
 
         Args:
-            replay: runs the very same forward and backward again and returns the loss; None if that is not possible.
+            replay: runs the very same forward and backward of a batch again and returns the loss; None if that is not
+                possible.
             error: what autograd's anomaly mode raised, if that is how the step was caught.
         """
         self.in_a_row += 1
         self.skipped.append(attempt.step)
         self._drop_gradients()
+        attempt.buffers.restore()
         if self._undo is not None:
             self._undo.restore()
+        lasting = False
         after = rng.capture()  # the generators go on from where the step left them, as if it had been applied
-        attempt.buffers.restore()
-        if len(self.skipped) <= MAX_REPLAYS:
-            finding = self._name(attempt, replay, error)
+        if len(self.skipped) <= MAX_REPLAYS or not self.findings:
+            finding, named, lasting = self._name(attempt, replay, error)
+            if not named and self._waiting is not None:
+                told = (
+                    f"{self._waiting.evidence}; its gradients waited until the optimizer's step in step {attempt.step}"
+                )
+                finding = replace(self._waiting, evidence=told)
         else:
             finding = replace(self.findings[-1], step=attempt.step)
         rng.restore(after)
-        action = self._decide()
+        action = self._decide(lasting)
         finding = replace(finding, severity=Severity.warning if self._is_wanted(action) else Severity.error)
         return self._merge(finding), action
 
-    def _name(self, attempt: Attempt, replay: Callable[[], Any] | None, error: BaseException | None) -> Finding:
-        trace = None
-        if self.folder is not None:
-            save_attempt(self.folder, attempt.step, attempt.batch, self.model, attempt.generators)
-        if replay is not None:
-            attempt.generators.restore()
-            self.replaying = True
-            try:
-                step = without_update(replay, self.optimizers)
-                trace = tracer.trace(step, model=self.model, batch=attempt.batch, watched=self._strangers())
-            finally:
-                self.replaying = False
-                self._drop_gradients()
-                attempt.buffers.restore()
-                if self._undo is not None:
-                    self._undo.restore()
-        return finding_from_trace(trace, attempt.step, describe_batch(attempt.batch), error)
+    def check_weights(self, step: int) -> tuple[Finding, Action] | None:
+        """At the end of an epoch: a weight that the last step made non-finite, since no step came that could trip.
 
-    def _strangers(self) -> list[Tensor]:
-        """Parameters that an optimizer moves and the model does not know."""
-        known = set(self.model.parameters())
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        return [parameter for group in groups for parameter in group["params"] if parameter not in known]
+        Waits for the device. Weights that were infinite when the run began are let be.
+        """
+        weights = self._weights()
+        bad = [name for name in bad_weights(weights) if name not in self._bad_from_start]
+        if not bad or any(finding.where == bad[0] for finding in self.findings):
+            return None
+        poison = explain(bad[0], weights[bad[0]], self.optimizers, self.applied)
+        finding, action = finding_of_weight(bad[0], len(bad) - 1, step, poison), self._decide(lasting=True)
+        return self._merge(finding), action
+
+    def _name(self, attempt: Attempt, replay: Replay | None, error: BaseException | None) -> tuple[Finding, bool, bool]:
+        """What the replay shows; whether that names the culprit; whether it is one that no other batch can mend."""
+        weights, trace = self._weights(), None
+        known = Circumstances(
+            step=attempt.step, batch=describe_batch(attempt.batch), error=error, changed=attempt.changed(),
+            moves=0 if self._undo is not None else self.moves, tripped=self.gate_tripped,
+            poisons={n: explain(n, weights[n], self.optimizers, self.applied) for n in bad_weights(weights)},
+        )  # fmt: skip
+        if self.folder is not None:
+            save_attempt(self.folder, attempt.batch, self.model, attempt.generators, known)
+        if replay is not None:
+            ways_back = [] if self.step is None else step_back(self.step, self.model, self.optimizers)
+            trace = self._replayed(attempt, replay)
+            for back in ways_back:
+                back()
+        culprit = trace.culprit if trace is not None else None
+        lasting = culprit is not None and culprit.kind in ("parameter", "buffer")
+        return finding_from_trace(trace, known), culprit is not None, lasting
+
+    def _replayed(self, attempt: Attempt, replay: Replay) -> tracer.Trace | None:
+        attempt.generators.restore()
+        step = without_update(lambda: replay(containers(attempt.batch)), self.optimizers)
+        self.replaying = True
+        try:
+            return tracer.trace(
+                step, model=self.model, batch=attempt.batch, watched=strangers(self.model, self.optimizers)
+            )
+        except Exception:  # whatever it is, it must not hide the fault
+            log.warning("The tracer failed on step %d; please report this.", attempt.step, exc_info=True)
+            return None
+        finally:
+            self.replaying = False
+            self._drop_gradients()
+            attempt.buffers.restore()
+            if self._undo is not None:
+                self._undo.restore()
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {**dict(self.model.named_parameters()), **strangers(self.model, self.optimizers)}
 
     def _drop_gradients(self) -> None:
         for parameter in self.model.parameters():
@@ -297,18 +301,24 @@ class Guard:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-    def _decide(self) -> Action:
+    def _decide(self, lasting: bool = False) -> Action:
+        """What is to happen.
+
+        Args:
+            lasting: a weight or a buffer is non-finite: dropping batches would drop every one of them.
+        """
         if self.in_a_row >= self.config.max_skips:
             return Action.stop
-        if self.config.nonfinite is Nonfinite.stop and self.on_fault is OnFault.stop:
-            return Action.stop
-        if self._rolling is not None and self.rollbacks < self.config.max_rollbacks and self._rolling.restore():
-            self.rollbacks += 1
-            self._lower_rates()
-            return Action.rollback
-        if self._rolling is not None and self.rollbacks >= self.config.max_rollbacks:
-            return Action.stop
-        return Action.go_on
+        if self.config.nonfinite is Nonfinite.stop:
+            return Action.stop if self.on_fault is OnFault.stop else Action.go_on
+        if self._rolling is not None:
+            if self.rollbacks >= self.config.max_rollbacks:
+                return Action.stop
+            if self._rolling.restore():
+                self.rollbacks += 1
+                self._lower_rates()
+                return Action.rollback
+        return Action.stop if lasting else Action.go_on
 
     def _lower_rates(self) -> None:
         factor = self.config.rollback_lr_factor**self.rollbacks  # the restored rates know nothing of earlier rollbacks
@@ -327,66 +337,31 @@ class Guard:
             if (earlier.fault, earlier.where, earlier.source) == key:
                 self._repeats[key] = self._repeats.get(key, 1) + 1
                 evidence = f"{earlier.evidence.split(' [again')[0]} [again up to step {finding.step}: "
-                evidence += f"{self._repeats[key]} steps in all]"
+                evidence += f"{self._repeats[key]} steps in all"
+                evidence += f", the first {MAX_REPLAYS} replayed]" if len(self.skipped) > MAX_REPLAYS else "]"
                 self.findings[index] = replace(earlier, evidence=evidence, severity=finding.severity)
                 return self.findings[index]
         self.findings.append(finding)
         return finding
 
+    # --- what a checkpoint keeps -----------------------------------------------------------------------------------
 
-def without_update(step: Callable[[], Any], optimizers: Sequence[Optimizer]) -> Callable[[], Any]:
-    """The same step, in which the optimizers move nothing; its gradients are there when it is over."""
+    def state_dict(self) -> dict[str, Any]:
+        """Counts and findings, of plain types."""
+        return {
+            "skipped": list(self.skipped),
+            "in_a_row": self.in_a_row,
+            "rollbacks": self.rollbacks,
+            "applied": self.applied,
+            "repeats": [[*key, count] for key, count in self._repeats.items()],
+            "findings": [
+                {**asdict(f), "severity": f.severity.value, "symptoms": list(f.symptoms)} for f in self.findings
+            ],
+        }
 
-    def replayed() -> Any:
-        with _blocked(optimizers):
-            return step()
-
-    return replayed
-
-
-@contextlib.contextmanager
-def _blocked(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Hide the gradients from the optimizers' steps, and give them back at the end."""
-
-    def hide(optimizer: Optimizer, *_: object) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    kept[parameter], parameter.grad = parameter.grad, None
-
-    kept: dict[Tensor, Tensor] = {}
-    handles = [optimizer.register_step_pre_hook(hide) for optimizer in optimizers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for parameter, gradient in kept.items():
-            if parameter.grad is None:
-                parameter.grad = gradient
-
-
-def global_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Euclidean norm over all gradients as one tensor, without waiting for the device."""
-    return torch.nn.utils.get_total_norm(gradients)
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's step must be given a closure, as LBFGS' is."""
-    step = getattr(type(optimizer), "step", optimizer.step)
-    parameter = inspect.signature(step).parameters.get("closure")
-    return parameter is not None and parameter.default is inspect.Parameter.empty
-
-
-def reachable_scalers(step: Callable[..., Any]) -> Iterator[torch.amp.GradScaler]:
-    """The GradScalers that a user's own step can reach: in its closure, its globals or the object it belongs to."""
-    function = inspect.unwrap(step)
-    owner = function if not inspect.isroutine(function) else getattr(function, "__self__", None)
-    places: list[Any] = list(vars(owner).values()) if hasattr(owner, "__dict__") else []
-    code = type(function).__call__ if owner is function else getattr(function, "__func__", function)
-    try:
-        names = inspect.getclosurevars(code)
-        places += [*names.nonlocals.values(), *names.globals.values()]
-    except TypeError:  # a callable without Python code
-        pass
-    yield from (place for place in places if isinstance(place, torch.amp.GradScaler))
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting where an earlier run stood."""
+        self.skipped, self.in_a_row, self.rollbacks = list(state["skipped"]), state["in_a_row"], state["rollbacks"]
+        self.applied = state["applied"]
+        self._repeats = {(fault, where, source): count for fault, where, source, count in state["repeats"]}
+        self.findings = [Finding(**kept) for kept in state["findings"]]

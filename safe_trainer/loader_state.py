@@ -45,7 +45,7 @@ class LoaderState:
             self._warn_of_workers(epoch)
             self._restore(resumed["start"] if done else resumed["now"])
         self._start = self._capture()
-        batches = iter(loader)
+        batches: Iterator[Any] = iter(loader)
         if done:
             self._skip(batches, epoch, done)
         return batches
@@ -56,7 +56,7 @@ class LoaderState:
         loader.load_state_dict(resumed["stateful"])
         loader.state_dict()  # a StatefulDataLoader takes the state in only when it is asked for something
         self._restore(resumed["now"])
-        batches = iter(loader)
+        batches: Iterator[Any] = iter(loader)
         if done:
             self._restore(resumed["now"])
             self._start = resumed["start"]
@@ -87,8 +87,8 @@ class LoaderState:
         loader: Any = self.loader
         if epoch and getattr(loader, "persistent_workers", False) and has_random_transforms(loader.dataset):
             log.warning(
-                "The loader has persistent workers: if its data set draws random numbers, they are others from here on. "
-                "persistent_workers=False, or random_transforms = False on a data set that draws none, avoids that."
+                "The loader has persistent workers: if its data set draws random numbers, they are others from here "
+                "on. persistent_workers=False, or random_transforms = False on a data set that draws none, avoids it."
             )
 
     def state_dict(self) -> dict[str, Any]:

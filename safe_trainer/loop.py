@@ -19,6 +19,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from safe_trainer.checkpoint import Checkpoints
 from safe_trainer.config import Config, ConfigError, Interval, OnFault
+from safe_trainer.data import length_of
+from safe_trainer.diagnosis import Diagnosis, take_in
 from safe_trainer.early_stopping import EarlyStopping
 from safe_trainer.ema import Average
 from safe_trainer.findings import Finding, Severity
@@ -29,6 +31,7 @@ from safe_trainer.output import Output
 from safe_trainer.precision import Precision
 from safe_trainer.run_state import state_of
 from safe_trainer.task import Task, count_of, extra_figures, loss_of, to_device
+from safe_trainer.undo import containers
 from safe_trainer.utils import rng
 from safe_trainer.utils.anomaly import AnomalyDetector, raised_by_anomaly_mode
 
@@ -90,6 +93,7 @@ class Loop:
         self.early_stopping = EarlyStopping(config.early_stopping)
         self.figures: dict[str, float] = {}
         self.findings: list[Finding] = []
+        self.diagnosis = Diagnosis(opposed=len(guard.optimizers) > 1)
         self.group_weight, self.group_size, self.group_batches = 0.0, 0, 0
         self.late = guard.config.enabled and reads_late(config, optimizer, precision, train_step)
         self.pending: Pending | None = None
@@ -102,7 +106,7 @@ class Loop:
 
     def fit(self) -> None:
         """Train until the steps are done, a fault ends the run, or the run no longer gets better."""
-        handles = self.guard.install_gate() if self.train_step and self.config.guard.enabled else []
+        handles = self.guard.install_gate() if self.needs_gate() else []
         try:
             while not self.is_done():
                 before = self.position.step
@@ -125,6 +129,14 @@ class Loop:
             for handle in handles:
                 handle.remove()
             self.optimizer.__dict__.pop("found_inf", None)
+
+    def needs_gate(self) -> bool:
+        """Whether the guard must stand in the optimizers' steps: in a user's step, and where a fused optimizer is left to
+        pass over an overflow by itself, since a fused SGD makes its first momentum of uninitialised memory then.
+        """
+        if self.train_step is not None:
+            return self.config.guard.enabled
+        return self.precision.scaler is not None and hasattr(self.optimizer, "_step_supports_amp_scaling")
 
     def is_done(self) -> bool:
         """Whether the run has come to its end; max_steps wins over max_epochs."""
@@ -163,6 +175,8 @@ class Loop:
         if self.group_batches:
             self.update(None)
             self.settle()
+        if trained and not self.stopped and self.config.guard.enabled:
+            self.check_weights()
         if self.stopped:
             self.write_row()
             return
@@ -192,29 +206,35 @@ class Loop:
 
     def step(self, batch: Any) -> dict[str, Tensor | float]:
         """The loop's own step."""
-        attempt = self.guard.begin(self.position.step, batch)
+        attempt = self.guard.begin(self.position.step, batch) if self.config.guard.enabled else None
         rate = self.optimizer.param_groups[0]["lr"]
         try:
             loss, figures = self.forward_backward(batch)
         except RuntimeError as error:
-            if not (self.config.guard.enabled and raised_by_anomaly_mode(error)):
+            if attempt is None or not raised_by_anomaly_mode(error):
                 raise
-            self.blow(attempt, lambda: self.forward_backward(batch, self.model)[0], error)
+            if not self.settle(attempt):  # the step before blew as well, so this one began from its traces
+                attempt.buffers.take()
+            self.blow(attempt, self.again, error)
             return {"loss": float("nan"), "lr": rate}
-        if self.pending and not self.settle(attempt):  # the step before blew, so this one began from its traces
+        if attempt and self.pending and not self.settle(attempt):  # it blew: this one began from its traces
             attempt.generators.restore()
             attempt.buffers.take()
             with self.anomaly.suspended():  # the same step again, not another one
-                loss, figures = self.forward_backward(batch)
+                loss, figures = self.forward_backward(containers(attempt.batch))
         figures.update(loss=loss.detach(), lr=rate)
         self.group_batches += 1
         if self.group_batches >= self.config.accumulate:
             norm = self.update(attempt, loss)
             if norm is not None:
                 figures["grad_norm"] = norm
-        elif self.config.guard.enabled and not self.is_finite(loss):
-            self.blow(attempt, lambda: self.forward_backward(batch, self.model)[0])
+        elif attempt and not self.is_finite(loss):
+            self.blow(attempt, self.again)
         return figures
+
+    def again(self, batch: Any) -> Tensor:
+        """The same step for a replay, uncompiled; its loss."""
+        return self.forward_backward(batch, self.model)[0]
 
     def forward_backward(self, batch: Any, model: nn.Module | None = None) -> tuple[Tensor, dict[str, Any]]:
         """Loss of the batch, its gradients added to those of the group; a group begins with none."""
@@ -223,7 +243,7 @@ class Loop:
             self.group_weight = 0.0
         with self.anomaly:
             with self.precision.autocast():
-                outcome = self.task(model or self.forward_model, batch)
+                outcome = self.task(self.forward_model if model is None else model, batch)
                 loss = loss_of(outcome)
             if self.config.accumulate == 1:
                 self.precision.backward(loss)
@@ -247,7 +267,7 @@ class Loop:
             torch._foreach_div_(gradients, self.group_weight)
         self.group_batches = 0
         norm = self.norm_and_clip(gradients)
-        if attempt is None or loss is None or not self.config.guard.enabled:
+        if attempt is None or loss is None:
             self.apply()
         elif self.late:
             self.apply_late(attempt, loss, norm)
@@ -255,8 +275,7 @@ class Loop:
             self.apply()
             self.guard.passed(attempt.step)
         else:
-            batch = attempt.batch
-            self.blow(attempt, lambda: self.forward_backward(batch, self.model)[0])
+            self.blow(attempt, self.again)
         return norm
 
     def norm_and_clip(self, gradients: list[Tensor]) -> Tensor | None:
@@ -341,8 +360,7 @@ class Loop:
             return True
         for parameter in list(self.optimizer.state)[pending.states_before :]:
             del self.optimizer.state[parameter]  # a fused SGD leaves the momentum of a skipped first step uninitialised
-        batch = pending.attempt.batch
-        self.blow(pending.attempt, lambda: self.forward_backward(batch, self.model)[0])
+        self.blow(pending.attempt, self.again)
         return False
 
     # --- a step that is the user's own -------------------------------------------------------------------------------
@@ -359,29 +377,42 @@ class Loop:
         except RuntimeError as error:
             if attempt is None or not raised_by_anomaly_mode(error):
                 raise
-            self.blow(attempt, lambda: train_step(batch), error)
+            self.blow(attempt, train_step, error)
             return {"loss": float("nan"), "lr": rate}
         if attempt is None:
             self.commit()
         elif self.guard.gate_tripped or not bool(torch.isfinite(torch.as_tensor(loss)).all()):
-            self.blow(attempt, lambda: train_step(batch))
+            self.blow(attempt, train_step)
         else:
+            if self.anomaly.check_nan:  # without a scaler in sight, whose overflows are normal
+                self.guard.look_at_waiting(attempt, train_step)
             self.commit()
             self.guard.passed(attempt.step)
         return {"loss": loss, "lr": rate}
 
     # --- faults ------------------------------------------------------------------------------------------------------
 
-    def blow(self, attempt: Attempt, replay: Callable[[], Any] | None, error: BaseException | None = None) -> None:
+    def blow(self, attempt: Attempt, replay: Callable[[Any], Any], error: BaseException | None = None) -> None:
         """The fuse has blown: undo the step, replay it, and do what the policy says."""
         self.group_batches = 0
         with self.anomaly.suspended():
             finding, action = self.guard.trip(attempt, replay, error=error)
+        scaler = self.precision.scaler
+        if scaler is not None:
+            scaler.update(scaler.get_scale())  # forget that gradients of the dropped step were unscaled already
         self.output.finding(finding)
         if action is Action.stop:
             in_a_row = self.guard.in_a_row
             self.stopped = f"{in_a_row} non-finite steps in a row" if in_a_row > 1 else "a non-finite step"
         self.group_batches = 0
+
+    def check_weights(self) -> None:
+        """The last step of an epoch has none after it that could trip over what it made of the weights."""
+        outcome = self.guard.check_weights(self.position.step)
+        if outcome is not None:
+            self.output.finding(outcome[0])
+            if outcome[1] is Action.stop:
+                self.stopped = "a weight that is not finite"
 
     def report_scale_floor(self) -> None:
         """The loss scale has fallen so far that true gradients overflow: half precision cannot hold this model."""
@@ -411,6 +442,13 @@ class Loop:
         epoch = self.position.epoch - (self.position.batch == 0)  # the one that the last batch belongs to
         if row:
             self.output.row(self.position.step, epoch, row)
+        self.diagnose()
+
+    def diagnose(self) -> None:
+        """Let the rules look at what the history has gained; an update of what was told before is not told again."""
+        for finding in self.diagnosis.feed(self.history.columns):
+            if take_in(self.findings, finding):
+                self.output.finding(finding)
 
     def is_checkpoint_due(self) -> bool:
         """Whether checkpoint.every_steps asks for one now, at the end of a group."""
@@ -433,7 +471,7 @@ class Loop:
 
 def batches_in_epoch(config: Config, loader: Any) -> int | None:
     """Training batches of one epoch, where the loader tells."""
-    length = len(loader) if hasattr(loader, "__len__") else None
+    length = length_of(loader)
     known = [count for count in (length, config.limit_train_batches) if count is not None]
     return min(known) if length is not None else None
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from safe_trainer.trainer import SafeTrainer
 
 Build = Callable[[Config, Path], "SafeTrainer"]
+
+LIST_WIDTH, WIDEST_COMMAND = 100, 48
+"""Columns of the list of recipes, and of a command that has its description beside it: about half for each."""
 
 LATER = {
     Mode.preflight: "the checks before a run come with a later version; train with mode=train",
@@ -87,11 +91,25 @@ def replay(config: Config, build: Build) -> None:
         print(f"{path.name}: {trainer.replay(path).paragraph()}\n")
 
 
-def recipes(names: list[str], describe: Callable[[str], str]) -> None:
-    """List what can be run, with the line that runs it."""
-    width = max(map(len, names), default=0)
-    for name in names:
-        print(f"python -m safe_trainer +recipe={name:<{width}}  {describe(name)}".rstrip())
+def recipes(listed: list[tuple[str, str]]) -> None:
+    """List the lines that run a recipe, each beside what the recipe reaches, in two columns of LIST_WIDTH in all."""
+    fitting = [len(command) for command, _ in listed if len(command) <= WIDEST_COMMAND]
+    column = max(fitting, default=0) + 2
+    for command, reaches in listed:
+        lines = _broken(reaches, LIST_WIDTH - column)
+        if len(command) + 2 > column:  # stays in one piece, so that it can be copied
+            print(command)
+        else:
+            print(f"{command:<{column}}{lines.pop(0)}".rstrip())
+        for line in lines:
+            print(" " * column + line)
+
+
+def _broken(text: str, width: int) -> list[str]:
+    """Lines of at most `width`; one that is too long is broken behind its last comma first."""
+    head, comma, tail = text.rpartition(", ")
+    parts = [text] if len(text) <= width or not comma else [f"{head},", tail]
+    return [line for part in parts for line in textwrap.wrap(part, width)] or [""]
 
 
 def explain(config: Config) -> None:

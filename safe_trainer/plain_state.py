@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 WEIGHTS = ("model", "ema")
 """Parts of a state that hold weights: they are never saved with a NaN or an infinity in them."""
@@ -135,7 +136,7 @@ def weights(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 def is_finite(tensor: Tensor) -> bool:
     """A finite sum has finite terms and costs a tenth of looking at each; a sum that overflows is looked into."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
+    if is_lazy(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     values = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
     values = values.float() if values.element_size() == 1 else values  # 8-bit floats have no arithmetic

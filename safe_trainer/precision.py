@@ -32,12 +32,13 @@ class Precision:
     def __init__(self, choice: Choice, device: torch.device) -> None:
         self.choice = resolve(choice, device)
         self.device = device
+        self.nothing = contextlib.nullcontext()
         self.scaler = torch.amp.GradScaler(device.type) if self.choice is Choice.fp16 else None
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """The context of forward and loss."""
         dtype = _AUTOCAST.get(self.choice)
-        return torch.autocast(self.device.type, dtype=dtype) if dtype else contextlib.nullcontext()
+        return self.nothing if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def backward(self, loss: Tensor) -> None:
         """Backward of the loss, scaled under fp16 so that small gradients survive."""

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from safe_trainer.checkpoint import state_differences
 from safe_trainer.config import ConfigError
+from safe_trainer.diagnosis import take_in
 from safe_trainer.utils import rng
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def state_of(loop: Loop) -> dict[str, Any]:
         "guard": loop.guard.state_dict(),
         "early_stopping": {"best": loop.early_stopping.best, "waited": loop.early_stopping.waited},
         "history": loop.history.state_dict(),
+        "diagnosis": loop.diagnosis.state_dict(),
         "figures": dict(loop.figures),
         "loader": loop.place.state_dict(),
         "generators": rng.capture(),
@@ -57,6 +59,9 @@ def restore(loop: Loop, state: Mapping[str, Any]) -> None:
     loop.early_stopping.best = state["early_stopping"]["best"]
     loop.early_stopping.waited = state["early_stopping"]["waited"]
     loop.history.load_state_dict(state["history"])
+    loop.diagnosis.load_state_dict(state["diagnosis"])
+    for finding in loop.diagnosis.findings:
+        take_in(loop.findings, finding)
     loop.figures = dict(state["figures"])
     loop.place.load_state_dict(state["loader"])
     loop.generators = state["generators"]

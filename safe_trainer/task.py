@@ -89,12 +89,14 @@ def extra_figures(outcome: Mapping[str, Any]) -> dict[str, Tensor]:
 def to_device(value: Any, device: torch.device, channels_last: bool = False) -> Any:
     """Move every tensor of a nested batch to `device`; structures keep their types."""
     if isinstance(value, Tensor):
+        if not channels_last and value.device == device:
+            return value
         if channels_last and value.dim() == 4 and value.is_floating_point():
             return value.to(device, non_blocking=True, memory_format=torch.channels_last)
         return value.to(device, non_blocking=True)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(to_device(item, device, channels_last) for item in value))
-    if isinstance(value, (list, tuple)):
+    if type(value) in (list, tuple):
         return type(value)([to_device(item, device, channels_last) for item in value])
     if type(value) is dict:
         return {key: to_device(item, device, channels_last) for key, item in value.items()}

@@ -18,20 +18,22 @@ from torch.optim import Optimizer
 
 from safe_trainer.checkpoint import Checkpoints, infinite_tensors, state_differences
 from safe_trainer.config import Config, ConfigError, Interval, parse
+from safe_trainer.data import length_of
 from safe_trainer.ema import Average
 from safe_trainer.evaluation import evaluate
 from safe_trainer.findings import CheckResult, Finding, Report, SafetyError, Severity
-from safe_trainer.guard import Guard, needs_closure, reachable_scalers, without_update
+from safe_trainer.guard import Guard, needs_closure, reachable_scalers, strangers, without_update
 from safe_trainer.loggers import JsonLines, TensorBoard
 from safe_trainer.loggers.sink import Sink
 from safe_trainer.loop import DEFAULT_EPOCHS, Loop, TrainStep
-from safe_trainer.nonfinite import finding_from_trace, load_attempt
+from safe_trainer.nonfinite import circumstances_of, finding_from_trace, load_attempt
 from safe_trainer.output import Output
 from safe_trainer.precision import Precision
 from safe_trainer.run_folder import new_run_folder, save_start, use_run_folder
 from safe_trainer.run_state import NEEDED, restore
-from safe_trainer.task import Supervised, Task, describe_batch, loss_of, to_device
+from safe_trainer.task import Supervised, Task, loss_of, to_device
 from safe_trainer.terminal import Progress
+from safe_trainer.undo import step_back
 from safe_trainer.untouched import untouched
 from safe_trainer.utils import rng, tracer
 from safe_trainer.utils.anomaly import AnomalyDetector
@@ -172,13 +174,17 @@ class SafeTrainer:
         if differences:
             raise ConfigError([f"the saved step does not fit: {difference}" for difference in differences])
         batch = to_device(attempt["batch"], self.device, self.config.channels_last)
-        with rng.isolated(), untouched(self.model):
+        ways_back = [] if self.train_step is None else step_back(self.train_step, self.model, self.optimizers)
+        with rng.isolated(), untouched(self.model, self.optimizers):
             self.model.load_state_dict(attempt["model"])
-            self.model.train()
+            for name, module in self.model.named_modules():
+                module.training = name not in attempt["in_eval"]
             rng.restore(attempt["generators"])
             step = without_update(lambda: self._forward_backward(batch), self.optimizers)
-            trace = tracer.trace(step, model=self.model, batch=batch)
-        return finding_from_trace(trace, attempt["step"], describe_batch(batch), None)
+            trace = tracer.trace(step, model=self.model, batch=batch, watched=strangers(self.model, self.optimizers))
+        for back in ways_back:
+            back()
+        return finding_from_trace(trace, circumstances_of(attempt))
 
     def _forward_backward(self, batch: Any) -> Any:
         """One step of this program, as far as the gradients."""
@@ -275,6 +281,8 @@ class SafeTrainer:
             on_fault=config.on_fault,
             folder=self.folder,
             restorable=[self.scheduler, self.average, self.precision.scaler],
+            loss=self.loss_fn,
+            step=self.train_step,
         )
         scaled = self.precision.scaler is not None or (self.train_step and any(reachable_scalers(self.train_step)))
         return Loop(
@@ -316,8 +324,7 @@ class SafeTrainer:
         folder = self.folder
         save_start(folder, self.config, sys.argv)
         sinks = self.loggers if self.loggers is not None else (JsonLines(folder), TensorBoard(folder))
-        loader: Any = self.train_loader
-        length = len(loader) if hasattr(loader, "__len__") else None
+        length = length_of(self.train_loader)
         progress = Progress(
             total_steps=total_steps(self.config, length),
             total_epochs=None if self.config.max_steps else self.config.max_epochs or DEFAULT_EPOCHS,

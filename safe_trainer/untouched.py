@@ -1,30 +1,36 @@
-"""Leave a model as it was found: weights, buffers, gradients, modes. For replays and checks that must use the model."""
+"""Leave a model as it was found: weights, buffers, gradients, modes, and the optimizers' state and rates.
+
+For replays and checks that must use the model.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from safe_trainer.gate import held
+from safe_trainer.undo import way_back
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Put weights, buffers, gradients and the mode of every module back on exit, also when the body raises."""
-    tensors = [*model.parameters(), *model.buffers()]
-    values = [tensor.detach().clone() for tensor in tensors]
-    gradients = [parameter.grad for parameter in model.parameters()]
+def untouched(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> Iterator[None]:
+    """Put all of it back on exit, also when the body raises. The body begins without gradients."""
+    ways = [way_back(part) for part in (model, *optimizers)]
+    parameters: dict[Tensor, None] = dict.fromkeys(model.parameters())
+    parameters.update(dict.fromkeys(parameter for optimizer in optimizers for parameter in held(optimizer)))
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
     modes = [(module, module.training) for module in model.modules()]
-    for parameter in model.parameters():
+    for parameter in parameters:
         parameter.grad = None
     try:
         yield
     finally:
-        with torch.no_grad():
-            for tensor, value in zip(tensors, values, strict=True):
-                tensor.copy_(value)
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        for back in ways:
+            back()
+        for parameter, gradient in gradients:
             parameter.grad = gradient
         for module, training in modes:
             module.training = training

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from installation import built, installed  # noqa: F401  (fixtures)
 
 os.environ.pop("DEBUG_ANOMALY", None)
 torch.set_num_threads(1)

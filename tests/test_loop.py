@@ -353,3 +353,20 @@ def test_what_does_not_fit_together_is_told_at_once(run_config):
     assert len(caught.value.problems) == 5
     for words in ("closure", "loss_fn must be given", "train_loader", "other_optimizers", "optimizer must not be in"):
         assert words in text
+
+
+def test_a_task_without_a_prediction_is_told_what_the_metrics_need(run_config):
+    from torchmetrics.classification import MulticlassAccuracy
+
+    def task(model, batch):
+        return {"loss": nn.functional.cross_entropy(model(batch[0]), batch[1])}
+
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = loader_of(blobs())
+    metrics = {"accuracy": MulticlassAccuracy(3)}
+    trainer = SafeTrainer(
+        model, None, optimizer, data, data, task=task, metrics=metrics, config=run_config(max_epochs=1)
+    )
+    with pytest.raises(TypeError, match="prediction and target when there are metrics"):
+        trainer.run()

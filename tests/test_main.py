@@ -167,6 +167,38 @@ def test_recipes_are_listed_with_the_line_that_runs_them(run, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_the_list_of_recipes_fits_a_terminal_and_has_those_of_a_folder(run, tmp_path):
+    (tmp_path / "my conf" / "recipe").mkdir(parents=True)
+    head = "# @package _global_\n# python -m safe_trainer --config-dir elsewhere +recipe="
+    long = "a description that goes on for much longer than half a line of the list can hold, and then some"
+    (tmp_path / "my conf" / "recipe" / "mine.yaml").write_text(f"{head}mine data.root=DIR    {long}\nname: mine\n")
+    (tmp_path / "my conf" / "recipe" / "bare.yaml").write_text("name: bare\n")
+    code, out, _ = run("--config-dir", "my conf", "mode=recipes")
+    assert code == 0
+    lines = out.splitlines()
+    assert "python -m safe_trainer --config-dir 'my conf' +recipe=mine data.root=DIR" in lines
+    assert "python -m safe_trainer --config-dir 'my conf' +recipe=bare" in lines
+    assert long in " ".join(out.split())
+    assert max(map(len, lines)) <= 100
+    commands = [line for line in lines if line.startswith("python")]
+    assert len(commands) == 2 + len(cli.options("recipe", cli.conf_folders(None)))
+    beside = {line.index("  ") for line in commands if "  " in line}
+    below = {len(line) - len(line.lstrip()) for line in lines if line.startswith(" ")}
+    assert len(beside) > 1  # commands of several lengths
+    assert len({len(line) - len(line.split("  ")[-1].lstrip()) for line in commands if "  " in line} | below) == 1
+
+
+def test_a_file_that_hides_behind_one_of_ours_is_refused(run, tmp_path):
+    (tmp_path / "conf" / "recipe").mkdir(parents=True)
+    mine = tmp_path / "conf" / "recipe" / "digits.yaml"
+    mine.write_text("# @package _global_\nname: mine\n")
+    code, _, err = run("--config-dir", "conf", "+recipe=digits")
+    assert code == 2
+    assert "recipe/digits.yaml must have a name of its own" in err
+    mine.write_bytes((ROOT / "conf" / "recipe" / "digits.yaml").read_bytes())
+    assert run("--config-dir", "conf", "mode=recipes")[0] == 0
+
+
 def test_an_error_message_is_explained(run, tmp_path):
     (tmp_path / "error.txt").write_text("RuntimeError: Function 'MulBackward0' returned nan values in its 0th output.")
     code, out, _ = run("mode=explain", "error=error.txt")

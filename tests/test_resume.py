@@ -1,5 +1,6 @@
 """A run that was stopped and resumed in mid-epoch ends in the same bits as one that was not."""
 
+import gc
 import random
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from programs import equal, fingerprint, loader_of, mlp
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from safe_trainer import SafeTrainer
 from safe_trainer.config import ConfigError, LoaderConfig
@@ -117,3 +118,98 @@ def test_a_changed_model_is_told_tensor_by_tensor(tmp_path):
     with pytest.raises(ConfigError, match=r"0\.weight.*\n.*") as caught:
         SafeTrainer(model, nn.CrossEntropyLoss(), optimizer, LOADERS["ours"](), config=config).run()
     assert "scheduler" in str(caught.value)
+
+
+class Fixed(Augmented):
+    """Points that nothing disturbs: here the loader's own state is enough, and no batch is read again."""
+
+    random_transforms = False
+
+    def __init__(self):
+        self.read = []
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return torch.randn(8, generator=torch.Generator().manual_seed(index)) + index % 3, index % 3
+
+
+class Stream(IterableDataset):
+    """A stream that knows where it is."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __len__(self):
+        return 48
+
+    def __iter__(self):
+        while self.at < 48:
+            self.at += 1
+            yield torch.randn(8, generator=torch.Generator().manual_seed(self.at)), self.at % 3
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def stateful(dataset, workers, seed=None):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    torch.manual_seed(7)  # its sampler draws a seed of its own when it is made
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    shuffle = None if isinstance(dataset, IterableDataset) else True
+    return StatefulDataLoader(dataset, batch_size=8, shuffle=shuffle, num_workers=workers, generator=generator)
+
+
+@pytest.fixture
+def short_waits(monkeypatch):
+    """torchdata waits for each worker as long as PyTorch's interval, 5 s, and its workers often do not end before."""
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+    yield
+    gc.collect()  # iterators that go only now would wait in another test, at full length
+
+
+# torchdata 0.11 calls set_vital, which torch 2.14 warns of.
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize(
+    ("kind", "workers", "seed", "stop"),
+    [
+        *((kind, 0, seed, stop) for kind in (Augmented, Fixed, Stream) for seed in (None, 11) for stop in (4, 6)),
+        *((kind, 2, seed, 4) for kind in (Augmented, Fixed) for seed in (None, 11)),
+    ],
+)
+def test_a_stateful_data_loader_goes_on_to_the_same_bits(kind, workers, seed, stop, tmp_path, short_waits):
+    whole = train(tmp_path / "whole", stateful(kind(), workers, seed), 9)
+    train(tmp_path / "parts", stateful(kind(), workers, seed), stop)
+    random.seed(1)
+    np.random.seed(1)
+    dataset = kind()
+    parts = train(tmp_path / "parts", stateful(dataset, workers, seed), 9, resume="last")
+    assert equal(whole[0], parts[0])
+    assert whole[1:3] == parts[1:3]
+    if kind is Fixed and not workers:
+        assert len(dataset.read) == (9 - stop) * 8
+
+
+@pytest.mark.parametrize("limit", [None, 4])
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_stateful_data_loader_begins_a_new_epoch_after_a_cut_one(limit, tmp_path):
+    options = {"limit_train_batches": limit}
+    stop = limit or 6
+    whole = train(tmp_path / "whole", stateful(Augmented(), 0), 9, **options)
+    train(tmp_path / "parts", stateful(Augmented(), 0), stop, **options)
+    parts = train(tmp_path / "parts", stateful(Augmented(), 0), 9, resume="last", **options)
+    assert equal(whole[0], parts[0])
+
+
+def test_persistent_workers_that_may_draw_are_told_on_resume(tmp_path, caplog):
+    def loader():
+        return loader_of(Augmented(), batch_size=8, num_workers=1, persistent_workers=True)
+
+    train(tmp_path, loader(), 8)
+    assert "persistent" not in caplog.text
+    train(tmp_path, loader(), 9, resume="last")
+    assert "persistent_workers=False" in caplog.text

@@ -190,6 +190,9 @@ def flatten_batch(batch: object, name: str = "batch", depth: int = 5) -> Iterato
     elif depth and is_dataclass(batch):
         for entry in fields(batch):
             yield from flatten_batch(getattr(batch, entry.name), f"{name}.{entry.name}", depth - 1)
+    elif depth and hasattr(batch, "__dict__") and not isinstance(batch, (type, torch.nn.Module)):
+        for attribute, value in vars(batch).items():
+            yield from flatten_batch(value, f"{name}.{attribute}", depth - 1)
 
 
 class Producers:

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import safe_trainer.conf
 from safe_trainer.__main__ import checked, composed, conf_folders, options, readable_overrides
@@ -27,18 +26,6 @@ def command(path):
     """The overrides of the command that the file's first comment gives."""
     first = next(line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("# @package"))
     return re.split(r"\s{3,}", first.removeprefix("# python -m safe_trainer").strip())[0].split()
-
-
-@pytest.fixture
-def cifar10_in_small(tmp_path):
-    noise = np.random.default_rng(0)
-    for part, count in (("train", 3), ("test", 1)):
-        for label in range(10):
-            folder = tmp_path / "cifar10" / part / str(label)
-            folder.mkdir(parents=True)
-            for number in range(count):
-                Image.fromarray(noise.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(folder / f"{number}.png")
-    return [f"data.root={tmp_path / 'cifar10'}", "data.val_count=10"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
