@@ -131,8 +131,8 @@ class Loop:
             self.optimizer.__dict__.pop("found_inf", None)
 
     def needs_gate(self) -> bool:
-        """Whether the guard must stand in the optimizers' steps: in a user's step, and where a fused optimizer is left to
-        pass over an overflow by itself, since a fused SGD makes its first momentum of uninitialised memory then.
+        """Whether the guard must stand in the optimizers' steps: in a user's step, and where a fused optimizer is left
+        to pass over an overflow by itself, since a fused SGD makes its first momentum of uninitialised memory then.
         """
         if self.train_step is not None:
             return self.config.guard.enabled

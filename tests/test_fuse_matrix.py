@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from safe_trainer import SafeTrainer, SafetyError
+from safe_trainer.config import parse
 from tests.utils.test_tracer_matrix import CASES, SILENT
 
 QUIET = {"progress": False, "max_epochs": 1, "checkpoint.enabled": False}
@@ -47,13 +48,26 @@ def sgd(parameters):
 
 def run(model, data, folder, *, make=sgd, loss_fn=None, **options):
     """Train one epoch; the trainer, with its report."""
-    config = {**QUIET, "run_dir": str(folder), **options.pop("config", {})}
+    config = copy.deepcopy(parsed(tuple(sorted({**QUIET, **options.pop("config", {})}.items()))))
+    config.run_dir = str(folder)
     optimizer = make(model.parameters())
     loss_fn = loss_fn or nn.CrossEntropyLoss()
     trainer = SafeTrainer(model, loss_fn, optimizer, data, config=config, loggers=(), **options)
     with contextlib.suppress(SafetyError):
         trainer.run()
     return trainer
+
+
+@functools.cache
+def parsed(items):
+    """Parsing takes longer than most of these runs."""
+    return parse(dict(items))
+
+
+@pytest.fixture(autouse=True)
+def no_files_about_the_run(monkeypatch):
+    """Nor are configuration and environment written out four hundred times."""
+    monkeypatch.setattr("safe_trainer.trainer.save_start", lambda *_: None)
 
 
 def only(trainer):
@@ -684,7 +698,7 @@ def test_activation_checkpoints_and_autocast(reentrant, precision, tmp_path):
     assert finite(model)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_a_compiled_model_is_replayed_uncompiled(backend, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
 

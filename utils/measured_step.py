@@ -236,7 +236,8 @@ def _transfer(heads: list[Tensor], pieces: list[Piece], buffer: Tensor | None) -
     vectors = [vector for piece in pieces for vector in piece.vectors]
     if not scalars and not vectors:
         return buffer, []
-    device = (scalars or vectors)[0].device
+    devices = {tensor.device for tensor in (*scalars, *vectors)}
+    device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
     parts = [torch.stack([_at(scalar, device) for scalar in scalars])] if scalars else []
     parts += [_at(vector, device) for vector in vectors]
     size = sum(part.numel() for part in parts)
@@ -257,7 +258,8 @@ def _transfer(heads: list[Tensor], pieces: list[Piece], buffer: Tensor | None) -
 
 
 def _at(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.to(device, torch.float32, non_blocking=True)  # from one accelerator to another; mostly nothing to do
+    """Mostly as it is; on one accelerator if the model is spread over several, for only there nothing need wait."""
+    return tensor.to(device, torch.float32, non_blocking=device.type != "cpu")
 
 
 def to_host(numbers: Tensor) -> Numbers:

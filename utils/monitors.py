@@ -42,6 +42,7 @@ from torch.optim import Optimizer
 
 from safe_trainer.utils.measured_step import Layer, MeasuredStep, compiled, to_host
 from safe_trainer.utils.measurements import Mask, Measurement, read_layer, read_parameter, thinned
+from safe_trainer.utils.measures import plain
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,7 +64,7 @@ _HANDS_THROUGH = (
 class Monitors:
     """Statistics of activations, gradients, weights and updates of measured steps, kept as plain numbers.
 
-    Measured are leaf modules, modules whose class name matches `layers`, and modules of several parts that end with an
+    Measured are leaf modules (but not those that hand their input on: dropout, flatten, identity), modules whose class name matches `layers`, and modules of several parts that end with an
     activation function of their own (``return torch.relu(x + y)``), known by what autograd recorded. Integer, complex
     and sparse values are left out. The first dimension of an output is taken for the batch.
 
@@ -140,7 +141,7 @@ class Monitors:
     @contextmanager
     def _measure(self, step: int, loss_scale: Tensor | float | None, eager: bool) -> Iterator[None]:
         layers = self._layers if eager else self._reachable()
-        trainable = {name: p for name, p in self._parameters.items() if p.requires_grad and not _is_lazy(p)}
+        trainable = {name: p for name, p in self._parameters.items() if p.requires_grad and _has_norm(p)}
         record = MeasuredStep(layers, trainable, self.optimizers, loss_scale)
         self._measuring = True
         try:
@@ -264,6 +265,6 @@ class Monitors:
         self._losses = deque(state["losses"], maxlen=LOSSES)
 
 
-def _is_lazy(parameter: nn.Parameter) -> bool:
-    """Whether a parameter has no shape yet: a lazy layer makes it at its first call."""
-    return isinstance(parameter, nn.parameter.UninitializedParameter)
+def _has_norm(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is real and has a shape: a lazy layer makes its own at the first call."""
+    return not isinstance(parameter, nn.parameter.UninitializedParameter) and plain(parameter.detach()) is not None
