@@ -109,8 +109,8 @@ def gradient_class(layer: LayerStatistics, last: float | None, reached: float) -
 
     Args:
         last: norm at the last layer that has one.
-        reached: largest norm at this layer and those before it. What arrives further down has not vanished on the way:
-            a branch beside a residual stream may be given little, and in a healthy Transformer is.
+        reached: largest norm at this layer and those before it. What arrives at an earlier layer has not vanished on
+            the way: a branch beside a residual stream may be given little, and in a healthy Transformer is.
     """
     if layer.gradient_norm is None:
         return "none came" if layer.needs_gradient else "frozen"
@@ -249,7 +249,7 @@ def _gradients(latest: Measurement, width: int, *, blocks: bool) -> Table:
         + ("idle: units whose every gradient is exactly zero. " if wide else "")
         + "flow: norm over that of the last layer, a "
         f"decade to two marks; {FLOW:g} times is exploding; vanishing is 1/{FLOW:g}, "
-        "unless more arrives at a layer further down."
+        "unless more arrives at an earlier layer."
     )
     names = ["layer", *(["kind"] if wide else []), "norm", "abs max", "zeros", "idle", "flow", "", "class"]
     names = [name for name in names if wide or name != "idle"]

@@ -64,9 +64,10 @@ _HANDS_THROUGH = (
 class Monitors:
     """Statistics of activations, gradients, weights and updates of measured steps, kept as plain numbers.
 
-    Measured are leaf modules (but not those that hand their input on: dropout, flatten, identity), modules whose class name matches `layers`, and modules of several parts that end with an
-    activation function of their own (``return torch.relu(x + y)``), known by what autograd recorded. Integer, complex
-    and sparse values are left out. The first dimension of an output is taken for the batch.
+    Measured are leaf modules (but not those that hand their input on: dropout, flatten, identity), modules whose class
+    name matches `layers`, and modules of several parts that end with an activation function of their own
+    (``return torch.relu(x + y)``), known by what autograd recorded. Integer, complex and sparse values are left out.
+    The first dimension of an output is taken for the batch.
 
     Gradients of outputs are those that arrive in backward. Gradients of parameters are taken right before the
     optimizer uses them, or without an `optimizer` at the end of the step, which must not have cleared them then.
