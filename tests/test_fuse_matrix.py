@@ -469,6 +469,26 @@ def test_a_loss_seen_after_the_step_is_told_as_such(tmp_path):
     assert "had moved the weights before the loss was seen" in finding.evidence + finding.cause
 
 
+@pytest.mark.parametrize("raises", [False, True])
+def test_nothing_of_ours_stays_in_torch_or_in_the_optimizer(raises, tmp_path):
+    """To hear of a loss before the optimizer moves, the guard stands in for `torch.autograd.backward` during a run."""
+
+    def step(model, loss_fn, optimizer, batch):
+        heard.append(torch.autograd.backward is not true)
+        if raises:
+            raise LookupError("a user's mistake")
+        return own_step(model, loss_fn, optimizer, batch)
+
+    true, heard = torch.autograd.backward, []
+    model = nn.Linear(8, 3)
+    optimizer = sgd(model.parameters())
+    with contextlib.suppress(LookupError):
+        run(model, batches(), tmp_path, make=lambda _: optimizer, train_step=step)
+    assert all(heard)
+    assert torch.autograd.backward is true
+    assert len(optimizer._optimizer_step_pre_hooks) == 0
+
+
 def test_in_the_loops_own_step_the_loss_is_seen_before(tmp_path):
     model = nn.Linear(8, 3)
     before = fingerprint(model)
