@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 _HERE = Path(__file__).resolve().parent
-_ENGINE = _HERE.parent if _HERE.parent.name == "safe_trainer" else _HERE.parent / "safe_trainer"
+# Installed, utils/ lies within the package; in a checkout beside it, and a checkout may be called safe_trainer as well.
+_ENGINE = _HERE.parent if (_HERE.parent / "__init__.py").is_file() else _HERE.parent / "safe_trainer"
 _TORCH = Path(torch.__file__).resolve().parent
 _PACKAGES = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib"))
 _STANDARD = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib"))
