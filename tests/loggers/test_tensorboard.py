@@ -2,6 +2,7 @@ import math
 import subprocess
 import sys
 import threading
+import time
 import warnings
 
 import pytest
@@ -50,6 +51,7 @@ def test_a_resumed_run_shows_each_step_once(tmp_path):
     for step in range(1, 8):
         killed.log(step, {"train/loss": -1.0})
     killed.close()
+    time.sleep(1.1)  # as a new process would: event files are read in the order of their names, which hold the second
     resumed = TensorBoard(tmp_path)
     resumed.truncate_after(5)
     for step in range(6, 10):
