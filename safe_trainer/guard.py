@@ -25,9 +25,9 @@ from safe_trainer.gate import (
     Ears,
     after_closure,
     all_finite,
-    global_norm,
     held,
     needs_closure,
+    norm_of,
     strangers,
     without_update,
 )
@@ -37,7 +37,7 @@ from safe_trainer.task import describe_batch
 from safe_trainer.undo import Attempt, Buffers, Weights, containers, reachable_scalers, step_back
 from safe_trainer.utils import rng, tracer
 
-__all__ = ["Action", "Attempt", "Buffers", "Guard", "global_norm", "needs_closure", "reachable_scalers", "strangers",
+__all__ = ["Action", "Attempt", "Buffers", "Guard", "needs_closure", "norm_of", "reachable_scalers", "strangers",
            "without_update"]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -131,14 +131,18 @@ class Guard:
             self._undo.confirm()
         return attempt
 
-    def holds(self, loss: Tensor, norm: Tensor | None, gradients: Sequence[Tensor]) -> bool:
+    def holds(self, loss: Tensor, norm: Tensor | float | None, gradients: Sequence[Tensor]) -> bool:
         """Whether loss and gradients are finite. Waits for the device once.
 
         Args:
             norm: global gradient norm, shared with clipping; a norm can overflow while every gradient is finite,
                 so a bad one is looked at element by element.
         """
-        if math.isfinite(loss.item() if norm is None else (loss.detach() + norm).item()):
+        if norm is None or isinstance(norm, float):
+            finite = math.isfinite(loss.item() + (norm or 0.0))
+        else:
+            finite = math.isfinite((loss.detach() + norm).item())
+        if finite:
             return True
         return bool(torch.isfinite(loss.detach()).all()) and all_finite(gradients)
 
@@ -146,6 +150,9 @@ class Guard:
         """A step was finite and has been applied."""
         self.in_a_row = 0
         self.applied += 1
+        for attempt in self._attempts:
+            if attempt.step == step:
+                attempt.let_go()
         if self._rolling is not None:
             self._rolling.confirm()
             if step == 1 or step % self.config.snapshot_every == 0:

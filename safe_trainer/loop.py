@@ -24,7 +24,7 @@ from safe_trainer.diagnosis import Diagnosis, take_in
 from safe_trainer.early_stopping import EarlyStopping
 from safe_trainer.ema import Average
 from safe_trainer.findings import Finding, Severity
-from safe_trainer.guard import SCALE_FLOOR, Action, Attempt, Guard, global_norm
+from safe_trainer.guard import SCALE_FLOOR, Action, Attempt, Guard, norm_of
 from safe_trainer.history import History
 from safe_trainer.loader_state import LoaderState
 from safe_trainer.output import Output
@@ -259,7 +259,7 @@ class Loop:
         self.group_weight += weight
         return weight
 
-    def update(self, attempt: Attempt | None, loss: Tensor | None = None) -> Tensor | None:
+    def update(self, attempt: Attempt | None, loss: Tensor | None = None) -> Tensor | float | None:
         """Clip and step the optimizer with the group's gradients, if they are finite; their norm before clipping."""
         self.precision.unscale(self.optimizer)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
@@ -278,23 +278,25 @@ class Loop:
             self.blow(attempt, self.again)
         return norm
 
-    def norm_and_clip(self, gradients: list[Tensor]) -> Tensor | None:
+    def norm_and_clip(self, gradients: list[Tensor]) -> Tensor | float | None:
         """Global norm before clipping, computed once for the fuse and for clipping."""
         if self.config.clip_norm is not None:
             return torch.nn.utils.clip_grad_norm_(self.parameters, float(self.config.clip_norm))
-        norm = global_norm(gradients) if self.config.guard.enabled and gradients else None
+        norm = norm_of(gradients) if self.config.guard.enabled and gradients else None
         if self.config.clip_value is not None:
             torch.nn.utils.clip_grad_value_(self.parameters, self.config.clip_value)
         return norm
 
-    def is_finite(self, loss: Tensor, norm: Tensor | None = None, gradients: list[Tensor] | None = None) -> bool:
+    def is_finite(
+        self, loss: Tensor, norm: Tensor | float | None = None, gradients: list[Tensor] | None = None
+    ) -> bool:
         """The fuse's question. Under loss scaling only the loss counts: the scaler sees to overflowing gradients."""
         if self.precision.scaler is not None:
             return self.guard.holds(loss, None, ())
         if gradients is None:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
         if norm is None and gradients:
-            norm = global_norm(gradients)
+            norm = norm_of(gradients)
         return self.guard.holds(loss, norm, gradients)
 
     def apply(self) -> None:
@@ -333,7 +335,7 @@ class Loop:
 
     # --- a flag that is read one step late: the host never waits for an accelerator ---------------------------------
 
-    def apply_late(self, attempt: Attempt, loss: Tensor, norm: Tensor | None) -> None:
+    def apply_late(self, attempt: Attempt, loss: Tensor, norm: Tensor | float | None) -> None:
         """Let the device itself leave the step out if it is not finite; the host looks when it has queued the next."""
         finite = torch.isfinite(loss.detach() if norm is None else loss.detach() + norm)
         states = len(self.optimizer.state)

@@ -49,12 +49,16 @@ class Buffers:
             for name in module._buffers
         }
 
-    @torch.no_grad()
     def take(self) -> None:
         """Remember the buffers of this moment."""
         if self._takes < LAZY_TAKES:
             self._takes += 1
             self._places = self._find()
+        if self._places:
+            self._copy()
+
+    @torch.no_grad()
+    def _copy(self) -> None:
         self._objects = current = [module._buffers.get(name) for module, name in self._places.values()]
         if len(self._kept) == len(current) and all(map(_alike, self._kept, current)):
             kept = [tensor for tensor in self._kept if tensor is not None]
@@ -143,6 +147,10 @@ class Attempt:
         self.versions = [(name, tensor, tensor._version) for name, tensor in _tensors(batch)]
         self.generators.take()
         self.buffers.take()
+
+    def let_go(self) -> None:
+        """The step was finite: nobody will ask for its batch, and the next one may have the memory."""
+        self.batch, self.versions = None, []
 
     def changed(self) -> list[str]:
         """What the step has changed of its batch in place."""

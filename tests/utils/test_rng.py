@@ -211,3 +211,36 @@ def test_nothing_initialises_cuda():
         "assert not torch.cuda.is_initialized()\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_snapshot_used_again_never_misses_a_move_of_pythons_generator():
+    """Its memory is compared in place of reading it: every way to move it must show."""
+    draw, snapshot = random.Random(7), rng.Snapshot()
+    moves = [
+        random.random,
+        lambda: random.gauss(0, 1),  # the second of two takes a cached number and draws nothing
+        lambda: random.getrandbits(32),
+        lambda: random.seed(3),
+        lambda: random.setstate(random.Random(5).getstate()),
+        lambda: None,
+    ]
+    for _ in range(300):
+        draw.choice(moves)()
+        before = random.getstate()
+        snapshot.take()
+        for _ in range(draw.randint(0, 3)):
+            draw.choice(moves)()
+        snapshot.restore()
+        assert random.getstate() == before
+        assert snapshot.state()["python"]["cached"] == before[2]
+
+
+def test_where_pythons_generator_cannot_be_read_as_memory_its_state_is_taken_instead(monkeypatch):
+    monkeypatch.setattr(rng, "_PYTHON", None)
+    snapshot = rng.Snapshot()
+    random.random()
+    snapshot.take()
+    before = random.getstate()
+    random.random()
+    snapshot.restore()
+    assert random.getstate() == before
