@@ -14,39 +14,39 @@ class History:
 
     def __init__(self) -> None:
         self.columns: dict[str, list[float]] = {"step": [], "epoch": [], "loss": [], "lr": []}
-        self._pending: dict[str, list[Tensor | float | None]] = {}
-        self._batches = 0  # since the last flush
+        self._pending: list[tuple[int, int, Mapping[str, Tensor | float]]] = []
+        self._sums: dict[str, tuple[float, int]] = {}  # and their number, since the last flush
 
     def add(self, step: int, epoch: int, figures: Mapping[str, Tensor | float]) -> None:
         """Take note of one batch; tensors stay where they are."""
-        self.columns["step"].append(step)
-        self.columns["epoch"].append(epoch)
-        for name, value in figures.items():
-            pending = self._pending.setdefault(name, [])
-            if len(pending) < self._batches:  # absent on some batches, as a gradient norm under accumulation is
-                pending.extend([None] * (self._batches - len(pending)))
-            pending.append(value)
-        self._batches += 1
+        self._pending.append((step, epoch, figures))
 
     def flush(self) -> dict[str, float]:
-        """Copy what is pending to the host (the one wait) and give the mean of each figure since the last flush.
+        """Copy what is pending to the host (the one wait) and give the mean of each figure since the last flush."""
+        self.gather()
+        sums, self._sums = self._sums, {}
+        return {name: total / count for name, (total, count) in sums.items()}
+
+    def gather(self) -> None:
+        """Copy what is pending to the host.
 
         A figure that was absent on a batch has NaN in its column there, so that all columns stay aligned.
         """
-        means = {}
-        earlier = len(self.columns["step"]) - self._batches
-        for name, pending in self._pending.items():
-            values = _to_floats(pending)
-            if values:
-                means[name] = sum(values) / len(values)
-            given = iter(values)
+        pending, self._pending = self._pending, []
+        earlier = len(self.columns["step"])
+        self.columns["step"] += [step for step, _, _ in pending]
+        self.columns["epoch"] += [epoch for _, epoch, _ in pending]
+        for name in dict.fromkeys(name for _, _, figures in pending for name in figures):
+            given = [figures.get(name) for _, _, figures in pending]
+            values = _to_floats(given)
+            total, count = self._sums.get(name, (0.0, 0))
+            self._sums[name] = (total + sum(values), count + len(values))
+            present = iter(values)
             column = self.columns.setdefault(name, [])
-            column.extend([math.nan] * (earlier - len(column)))
-            column.extend(math.nan if value is None else next(given) for value in pending)
-            column.extend([math.nan] * (earlier + self._batches - len(column)))
-            pending.clear()
-        self._batches = 0
-        return means
+            column += [math.nan] * (earlier - len(column))
+            column += [math.nan if value is None else next(present) for value in given]
+        for column in self.columns.values():
+            column += [math.nan] * (len(self.columns["step"]) - len(column))
 
     def state_dict(self) -> dict[str, Tensor]:
         """All columns as float64 tensors; flushes first."""
@@ -58,7 +58,7 @@ class History:
         self.columns = {name: column.tolist() for name, column in state.items()}
         for name in ("step", "epoch"):
             self.columns[name] = [int(value) for value in self.columns[name]]
-        self._pending, self._batches = {}, 0
+        self._pending, self._sums = [], {}
 
 
 def _to_floats(values: Iterable[Tensor | float | None]) -> list[float]:

@@ -97,6 +97,7 @@ class Loop:
         self.group_weight, self.group_size, self.group_batches = 0.0, 0, 0
         self.late = guard.config.enabled and reads_late(config, optimizer, precision, train_step)
         self.pending: Pending | None = None
+        self.moves_batches = precision.device.type != "cpu" or config.channels_last
         self.place = LoaderState(loader)
         self.epoch_length, self.epoch_is_over = batches_in_epoch(config, loader), False
         self.generators: dict[str, Any] | None = None
@@ -196,7 +197,8 @@ class Loop:
 
     def train_on(self, batch: Any) -> None:
         """One batch: forward, backward, and the optimizer's step if the batch completes its group."""
-        batch = to_device(batch, self.precision.device, self.config.channels_last)
+        if self.moves_batches:
+            batch = to_device(batch, self.precision.device, self.config.channels_last)
         try:
             figures = self.step_of_user(batch) if self.train_step else self.step(batch)
         except Exception as error:
@@ -241,7 +243,7 @@ class Loop:
         if self.group_batches == 0:
             self.optimizer.zero_grad(set_to_none=True)
             self.group_weight = 0.0
-        with self.anomaly:
+        with self.anomaly if self.anomaly.enabled else self.precision.nothing:
             with self.precision.autocast():
                 outcome = self.task(self.forward_model if model is None else model, batch)
                 loss = loss_of(outcome)

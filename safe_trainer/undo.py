@@ -54,12 +54,14 @@ class Buffers:
         if self._takes < LAZY_TAKES:
             self._takes += 1
             self._places = self._find()
-        if self._places:
-            self._copy()
+        self._objects = [module._buffers.get(name) for module, name in self._places.values()]
+        if any(now is not None for now in self._objects):
+            self._copy(self._objects)
+        else:
+            self._kept = self._objects
 
     @torch.no_grad()
-    def _copy(self) -> None:
-        self._objects = current = [module._buffers.get(name) for module, name in self._places.values()]
+    def _copy(self, current: list[Tensor | None]) -> None:
         if len(self._kept) == len(current) and all(map(_alike, self._kept, current)):
             kept = [tensor for tensor in self._kept if tensor is not None]
             if kept:
@@ -131,6 +133,13 @@ def _tensors(batch: Any, name: str = "batch", depth: int = 2) -> Iterator[tuple[
             yield from _tensors(value, f"{name}[{position}]", depth - 1)
 
 
+def _is_flat(batch: Any) -> bool:
+    """Whether the batch is a list or tuple of plain tensors."""
+    if type(batch) not in (list, tuple) or len(batch) > LONG or set(map(type, batch)) != {Tensor}:
+        return False
+    return not any(map(Tensor.is_inference, batch))
+
+
 @dataclass
 class Attempt:
     """One try at a step: its batch, and where the generators and buffers stood before it."""
@@ -139,12 +148,16 @@ class Attempt:
     generators: rng.Snapshot = field(default_factory=rng.Snapshot)
     step: int = 0
     batch: Any = None
-    versions: list[tuple[str, Tensor, int]] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    """Of the batch's tensors, in the order of `_tensors`."""
 
     def begin(self, step: int, batch: Any) -> None:
         """Remember where step `step` begins; the tensors of the batch are kept, not copied."""
-        self.step, self.batch = step, containers(batch)
-        self.versions = [(name, tensor, tensor._version) for name, tensor in _tensors(batch)]
+        self.step = step
+        if _is_flat(batch):  # nearly always: a step finds all code cold, and the general way takes four times as long
+            self.batch, self.versions = type(batch)(batch), [tensor._version for tensor in batch]
+        else:
+            self.batch, self.versions = containers(batch), [tensor._version for _, tensor in _tensors(batch)]
         self.generators.take()
         self.buffers.take()
 
@@ -154,7 +167,8 @@ class Attempt:
 
     def changed(self) -> list[str]:
         """What the step has changed of its batch in place."""
-        return [name for name, tensor, version in self.versions if tensor._version != version]
+        now = zip(_tensors(self.batch), self.versions, strict=True)
+        return [name for (name, tensor), version in now if tensor._version != version]
 
 
 class Weights:
