@@ -15,7 +15,8 @@ class History:
     def __init__(self) -> None:
         self.columns: dict[str, list[float]] = {"step": [], "epoch": [], "loss": [], "lr": []}
         self._pending: dict[str, list[Tensor | float | None]] = {}
-        self._batches = 0  # since the last flush
+        self._batches = 0  # since the last gathering
+        self._sums: dict[str, tuple[float, int]] = {}  # since the last flush
 
     def add(self, step: int, epoch: int, figures: Mapping[str, Tensor | float]) -> None:
         """Take note of one batch; tensors stay where they are."""
@@ -29,16 +30,22 @@ class History:
         self._batches += 1
 
     def flush(self) -> dict[str, float]:
-        """Copy what is pending to the host (the one wait) and give the mean of each figure since the last flush.
+        """Copy what is pending to the host (the one wait) and give the mean of each figure since the last flush."""
+        self.gather()
+        sums, self._sums = self._sums, {}
+        return {name: total / count for name, (total, count) in sums.items()}
+
+    def gather(self) -> None:
+        """Copy what is pending to the host.
 
         A figure that was absent on a batch has NaN in its column there, so that all columns stay aligned.
         """
-        means = {}
         earlier = len(self.columns["step"]) - self._batches
         for name, pending in self._pending.items():
             values = _to_floats(pending)
             if values:
-                means[name] = sum(values) / len(values)
+                total, count = self._sums.get(name, (0.0, 0))
+                self._sums[name] = (sum(values, total), count + len(values))
             given = iter(values)
             column = self.columns.setdefault(name, [])
             column.extend([math.nan] * (earlier - len(column)))
@@ -46,7 +53,6 @@ class History:
             column.extend([math.nan] * (earlier + self._batches - len(column)))
             pending.clear()
         self._batches = 0
-        return means
 
     def state_dict(self) -> dict[str, Tensor]:
         """All columns as float64 tensors; flushes first."""
@@ -58,7 +64,7 @@ class History:
         self.columns = {name: column.tolist() for name, column in state.items()}
         for name in ("step", "epoch"):
             self.columns[name] = [int(value) for value in self.columns[name]]
-        self._pending, self._batches = {}, 0
+        self._pending, self._batches, self._sums = {}, 0, {}
 
 
 def _to_floats(values: Iterable[Tensor | float | None]) -> list[float]:
