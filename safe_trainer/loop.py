@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from safe_trainer import probe
 from safe_trainer.checkpoint import Checkpoints
 from safe_trainer.config import Config, ConfigError, Interval, OnFault
 from safe_trainer.data import length_of
-from safe_trainer.diagnosis import Diagnosis, take_in
+from safe_trainer.diagnosis import Diagnosis, Evidence, Probe, Setting, take_in
 from safe_trainer.early_stopping import EarlyStopping
 from safe_trainer.ema import Average
 from safe_trainer.findings import Finding, Severity
@@ -32,12 +33,19 @@ from safe_trainer.precision import Precision
 from safe_trainer.run_state import state_of
 from safe_trainer.task import Task, count_of, extra_figures, loss_of, to_device
 from safe_trainer.undo import containers
+from safe_trainer.untouched import untouched
 from safe_trainer.utils import rng
 from safe_trainer.utils.anomaly import AnomalyDetector, raised_by_anomaly_mode
+from safe_trainer.utils.monitors import Monitors
 
 log = logging.getLogger(__name__)
 
 DEFAULT_EPOCHS = 10
+
+WINDOW = 3
+"""Measured steps over which a unit must be silent to count as inactive: not one, as a batch may lack what it answers
+to, and few, as the window begins anew only when it is full.
+"""
 
 TrainStep = Callable[[nn.Module, Any, Optimizer, Any], Any]
 
@@ -76,11 +84,14 @@ class Loop:
         precision: Precision,
         guard: Guard,
         anomaly: AnomalyDetector,
+        monitors: Monitors,
+        setting: Setting,
         output: Output,
         checkpoints: Checkpoints | None,
         evaluate: Callable[[], dict[str, float]],
         average: Average | None = None,
         train_step: Callable[[Any], Any] | None = None,
+        scaler_of_user: torch.amp.GradScaler | None = None,
     ) -> None:
         self.config, self.model, self.task, self.optimizer, self.loader = config, model, task, optimizer, loader
         self.scheduler, self.precision, self.guard, self.anomaly = scheduler, precision, guard, anomaly
@@ -93,12 +104,16 @@ class Loop:
         self.early_stopping = EarlyStopping(config.early_stopping)
         self.figures: dict[str, float] = {}
         self.findings: list[Finding] = []
+        self.monitors, self.setting = monitors, setting
         self.diagnosis = Diagnosis(opposed=len(guard.optimizers) > 1)
+        self.probes: list[Probe] = []
+        self.evaluations: list[dict[str, float]] = []
         self.group_weight, self.group_size, self.group_batches = 0.0, 0, 0
         self.late = guard.config.enabled and reads_late(config, optimizer, precision, train_step)
         self.pending: Pending | None = None
         self.moves_batches = precision.device.type != "cpu" or config.channels_last
         self.place = LoaderState(loader)
+        self.scaler_of_user = scaler_of_user
         self.epoch_length, self.epoch_is_over = batches_in_epoch(config, loader), False
         self.generators: dict[str, Any] | None = None
         self.stopped = ""
@@ -188,6 +203,7 @@ class Loop:
         if not trained:
             return
         self.figures.update(figures)
+        self.evaluations.append({"step": self.position.step, "epoch": self.position.epoch, **figures})
         self.write_row(figures)
         if self.epoch_is_over and self.early_stopping.wants_to_stop(figures):
             self.stopped = self.early_stopping.reason()
@@ -200,11 +216,64 @@ class Loop:
         if self.moves_batches:
             batch = to_device(batch, self.precision.device, self.config.channels_last)
         try:
-            figures = self.step_of_user(batch) if self.train_step else self.step(batch)
+            figures = self.measured(batch) if self.is_measured() else self.any_step(batch)
         except Exception as error:
             error.add_note(self.output.place_of(error, self.position.step, batch, self.model))
             raise
         self.history.add(self.position.step, self.position.epoch, figures)
+
+    def any_step(self, batch: Any) -> dict[str, Tensor | float]:
+        """The user's own step, or ours."""
+        return self.step_of_user(batch) if self.train_step else self.step(batch)
+
+    def is_measured(self) -> bool:
+        """Whether the monitors look at this batch; under accumulation at the group's last, which moves the weights."""
+        every, step = self.config.accumulate, self.position.step
+        if every == 1:
+            return self.monitors.due(step)
+        return self.group_batches == every - 1 and any(map(self.monitors.due, range(step - every + 1, step + 1)))
+
+    def measured(self, batch: Any) -> dict[str, Tensor | float]:
+        """One step with the monitors' hooks on. Under compile, which passes hooks by, they see an eager pass more."""
+        began, compiled = rng.Snapshot(), self.forward_model is not self.model
+        with self.monitors.measure(self.position.step, loss_scale=self.loss_scale(), eager=compiled):
+            if compiled:
+                self.eager_pass(containers(batch), began)
+            figures = self.any_step(batch)
+        if self.monitors.kept(self.position.step):
+            if self.monitors.history[-1].window_steps >= WINDOW:
+                self.monitors.read()
+            if self.train_step is None and self.config.accumulate == 1:
+                self.probe(batch, float(figures["loss"]), began)
+        return figures
+
+    def probe(self, batch: Any, before: float, began: rng.Snapshot) -> None:
+        """Look at the loss of the same batch after its step, if the curve leaves that in doubt."""
+        self.history.gather()
+        if not probe.is_wanted([*self.history.columns["loss"], before]):
+            return
+        after = probe.loss_again(lambda: self.loss_without_step(batch), began, self.model, self.task)
+        self.probes.append(Probe(step=self.position.step, before=before, after=after))
+
+    def loss_scale(self) -> Tensor | float | None:
+        """What the loss is multiplied by before backward, by our scaler or by one that the user's step holds."""
+        scaler = self.precision.scaler
+        if scaler is None and self.train_step is not None:
+            scaler = self.scaler_of_user
+        return None if scaler is None else getattr(scaler, "_scale", None)
+
+    def eager_pass(self, batch: Any, began: rng.Snapshot) -> None:
+        """Forward and backward uncompiled, for the monitors; undone."""
+        group = self.group_weight, self.group_size
+        with self.anomaly.suspended(), untouched(self.model, self.guard.optimizers):
+            self.again(batch)
+        self.group_weight, self.group_size = group
+        began.restore()
+
+    def loss_without_step(self, batch: Any) -> Tensor:
+        """Loss of a batch, and nothing else."""
+        with self.precision.autocast(), torch.no_grad():
+            return loss_of(self.task(self.model, containers(batch)))
 
     def step(self, batch: Any) -> dict[str, Tensor | float]:
         """The loop's own step."""
@@ -399,6 +468,7 @@ class Loop:
     def blow(self, attempt: Attempt, replay: Callable[[Any], Any], error: BaseException | None = None) -> None:
         """The fuse has blown: undo the step, replay it, and do what the policy says."""
         self.group_batches = 0
+        self.monitors.drop()
         with self.anomaly.suspended():
             finding, action = self.guard.trip(attempt, replay, error=error)
         scaler = self.precision.scaler
@@ -450,7 +520,15 @@ class Loop:
 
     def diagnose(self) -> None:
         """Let the rules look at what the history has gained; an update of what was told before is not told again."""
-        for finding in self.diagnosis.feed(self.history.columns):
+        evidence = Evidence(
+            setting=self.setting,
+            columns=self.history.columns,
+            measurements=self.monitors.history,
+            probes=self.probes,
+            evaluations=self.evaluations,
+            ended=self.is_done(),
+        )
+        for finding in self.diagnosis.feed(evidence):
             if take_in(self.findings, finding):
                 self.output.finding(finding)
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from safe_trainer.checkpoint import state_differences
 from safe_trainer.config import ConfigError
-from safe_trainer.diagnosis import take_in
+from safe_trainer.diagnosis import Probe, take_in
 from safe_trainer.utils import rng
 
 if TYPE_CHECKING:
@@ -32,6 +32,9 @@ def state_of(loop: Loop) -> dict[str, Any]:
         "early_stopping": {"best": loop.early_stopping.best, "waited": loop.early_stopping.waited},
         "history": loop.history.state_dict(),
         "diagnosis": loop.diagnosis.state_dict(),
+        "monitors": loop.monitors.state_dict(),
+        "probes": [asdict(entry) for entry in loop.probes],
+        "evaluations": [dict(entry) for entry in loop.evaluations],
         "figures": dict(loop.figures),
         "loader": loop.place.state_dict(),
         "generators": rng.capture(),
@@ -60,6 +63,9 @@ def restore(loop: Loop, state: Mapping[str, Any]) -> None:
     loop.early_stopping.waited = state["early_stopping"]["waited"]
     loop.history.load_state_dict(state["history"])
     loop.diagnosis.load_state_dict(state["diagnosis"])
+    loop.monitors.load_state_dict(state["monitors"])
+    loop.probes = [Probe(**entry) for entry in state["probes"]]
+    loop.evaluations = [dict(entry) for entry in state["evaluations"]]
     for finding in loop.diagnosis.findings:
         take_in(loop.findings, finding)
     loop.figures = dict(state["figures"])

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from safe_trainer.checkpoint import Checkpoints, infinite_tensors, state_differences
 from safe_trainer.config import Config, ConfigError, Interval, parse
 from safe_trainer.data import length_of
+from safe_trainer.diagnosis import Setting
 from safe_trainer.ema import Average
 from safe_trainer.evaluation import evaluate
 from safe_trainer.findings import CheckResult, Finding, Report, SafetyError, Severity
@@ -37,6 +38,7 @@ from safe_trainer.undo import step_back
 from safe_trainer.untouched import untouched
 from safe_trainer.utils import rng, tracer
 from safe_trainer.utils.anomaly import AnomalyDetector
+from safe_trainer.utils.monitors import Monitors
 
 log = logging.getLogger(__name__)
 
@@ -284,7 +286,8 @@ class SafeTrainer:
             loss=self.loss_fn,
             step=self.train_step,
         )
-        scaled = self.precision.scaler is not None or (self.train_step and any(reachable_scalers(self.train_step)))
+        scaler_of_user = next(reachable_scalers(self.train_step), None) if self.train_step else None
+        scaled = self.precision.scaler is not None or scaler_of_user is not None
         return Loop(
             config,
             self.model,
@@ -295,11 +298,16 @@ class SafeTrainer:
             precision=self.precision,
             guard=guard,
             anomaly=AnomalyDetector(config, self.optimizer, self.model, check_nan=not scaled),
+            monitors=Monitors(self.model, self.optimizers, every=config.monitor.every),
+            setting=setting_of(
+                config, self.optimizers, length_of(self.train_loader), self.num_classes, self.train_step
+            ),
             output=output,
             checkpoints=self._checkpoints(),
             evaluate=self.evaluate,
             average=self.average,
             train_step=self._user_step() if self.train_step else None,
+            scaler_of_user=scaler_of_user,
         )
 
     def _user_step(self) -> Callable[[Any], Any]:
@@ -397,6 +405,34 @@ def total_steps(config: Config, batches: int | None) -> int | None:
         return None
     limit = config.limit_train_batches
     return (batches if limit is None else min(limit, batches)) * (config.max_epochs or DEFAULT_EPOCHS)
+
+
+SCALE_FREE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "Rprop", "Adadelta", "Adafactor",
+              "Lion", "Muon", "SparseAdam")  # fmt: skip
+"""Optimizers whose update does not grow with the gradient."""
+
+
+def setting_of(
+    config: Config, optimizers: Sequence[Optimizer], batches: int | None, num_classes: int | None, own_step: object
+) -> Setting:
+    """What the rules may know of the kind of run."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    names = tuple(type(optimizer).__name__ for optimizer in optimizers)
+    length = batches if config.limit_train_batches is None else min(batches or sys.maxsize, config.limit_train_batches)
+    return Setting(
+        planned_steps=total_steps(config, batches),
+        epoch_length=length,
+        optimizers=names,
+        scale_free=all(name in SCALE_FREE for name in names),
+        weight_decay=max((float(group.get("weight_decay") or 0.0) for group in groups), default=0.0),
+        momentum=max((float(group.get("momentum", group.get("betas", (0,))[0])) for group in groups), default=0.0),
+        accumulate=config.accumulate,
+        clip_norm=config.clip_norm if isinstance(config.clip_norm, float) else None,
+        precision=config.precision.value,
+        num_classes=num_classes,
+        own_step=own_step is not None,
+        monitored=config.monitor.every > 0,
+    )
 
 
 def resolve_device(choice: str) -> torch.device:

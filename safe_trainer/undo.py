@@ -302,6 +302,8 @@ def _is_empty(cell: Any) -> bool:
 
 
 _NUMBERS = (bool, int, float, str, type(None))
+_OF_A_MODULE = frozenset(vars(nn.Module()))
+"""Attributes that every module has: parameters, buffers, hooks."""
 
 
 def step_back(step: Callable[..., Any], model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Callable[[], None]]:
@@ -323,6 +325,24 @@ def step_back(step: Callable[..., Any], model: nn.Module, optimizers: Sequence[O
             ways.append(_contents(value))
         elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
             ways.append(way_back(value))
+    return ways
+
+
+def attributes_back(model: nn.Module) -> list[Callable[[], None]]:
+    """What puts the plain numbers, texts, lists, dicts and sets that modules keep as attributes back to how they are.
+
+    So a forward pass more does not count: some modules count their calls. Buffers are put back by other means.
+    """
+    ways: list[Callable[[], None]] = []
+    for module in model.modules():
+        own = vars(module)
+        for name, value in own.items():
+            if name.startswith("_") and name in _OF_A_MODULE:
+                continue
+            if type(value) in _NUMBERS:
+                ways.append(_assignment(own, name, value))
+            elif type(value) in (list, dict, set):
+                ways.append(_contents(value))
     return ways
 
 

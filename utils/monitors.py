@@ -106,6 +106,7 @@ class Monitors:
         self._losses: deque[float | Tensor] = deque(maxlen=LOSSES)
         self._buffer: Tensor | None = None
         self._measuring = False
+        self._record: MeasuredStep | None = None
         self.prepare()
 
     def prepare(self) -> None:
@@ -135,22 +136,38 @@ class Monitors:
                 tensor is read at the end and costs no wait.
             eager: the body calls a compiled model uncompiled, so that its hooks can be used.
         """
-        if self._measuring or not self.due(step):
-            return _NOTHING
-        return self._measure(step, loss_scale, eager)
+        return self.measure(step, loss_scale=loss_scale, eager=eager) if self.due(step) else _NOTHING
+
+    def measure(
+        self, step: int, *, loss_scale: Tensor | float | None = None, eager: bool = False
+    ) -> AbstractContextManager[None]:
+        """The same for a step that need not be due."""
+        return _NOTHING if self._measuring else self._measure(step, loss_scale, eager)
+
+    def drop(self) -> None:
+        """Within a measured step: hooks off now, and nothing of it is kept. The step is being undone."""
+        if self._record is not None:
+            self._record.detach()
+            self._record = None
+
+    def kept(self, step: int) -> bool:
+        """Whether there is a measurement of this step."""
+        return bool(self.history) and self.history[-1].step == step
 
     @contextmanager
     def _measure(self, step: int, loss_scale: Tensor | float | None, eager: bool) -> Iterator[None]:
         layers = self._layers if eager else self._reachable()
         trainable = {name: p for name, p in self._parameters.items() if p.requires_grad and _has_norm(p)}
         record = MeasuredStep(layers, trainable, self.optimizers, loss_scale)
-        self._measuring = True
+        self._measuring, self._record = True, record
         try:
             record.attach()
             yield
         finally:
             record.detach()
-            self._measuring = False
+            kept, self._record, self._measuring = self._record is record, None, False
+        if not kept:
+            return
         self._buffer, of_outputs, of_parameters = record.collect(self._buffer)
         self._keep(step, record, of_outputs, of_parameters)
 

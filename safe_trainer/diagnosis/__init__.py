@@ -1,47 +1,72 @@
-"""Rules over a run's histories: columns of figures in, findings out. No hooks, no devices, no model.
+"""Rules over a run's histories: evidence in, findings out. No hooks, no devices, no model.
 
-A rule has ``feed(columns) -> list[Finding]``, which looks at the entries that came since the last call and gives what
-is new or has changed; ``findings``, all so far; and ``state_dict``/``load_state_dict`` of plain types. What it finds
-must depend on the entries alone, never on how they were split over calls: a run that was interrupted and resumed then
-comes to the same findings.
+A rule is a pure function ``rule(evidence) -> list[Finding]`` of the whole history so far, one of `RULES`. It is asked
+whenever a row of the log is due; what it no longer says is withdrawn (an error of an exact rule never is). So what is
+found depends on the entries alone, and a run that was interrupted and resumed comes to the same findings. `Spikes`
+alone keeps a state of its own, for it looks at each loss once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
+from safe_trainer.diagnosis.evidence import Evidence, Probe, Setting
 from safe_trainer.diagnosis.spikes import Spikes
 from safe_trainer.findings import Finding, Severity
 
+__all__ = ["RULES", "Diagnosis", "Evidence", "Probe", "Setting", "take_in"]
+
+Rule = Callable[[Evidence], list[Finding]]
+
+RULES: tuple[Rule, ...] = ()
+"""In the order in which they are asked."""
+
 
 class Diagnosis:
-    """All rules over one run, each with what it has seen so far.
+    """All rules over one run, with what they have said so far.
 
     Args:
         opposed: several optimizers work on losses of their own, as in a GAN: a loss that rises then proves nothing.
     """
 
     def __init__(self, *, opposed: bool = False) -> None:
-        self.rules = {"spikes": Spikes(opposed=opposed)}
+        self.spikes = Spikes(opposed=opposed)
+        self._said: dict[tuple[str, str | None], Finding] = {}
 
-    def feed(self, columns: Mapping[str, list[float]]) -> list[Finding]:
-        """New and changed findings since the last call; `columns` is the whole history, one entry a batch."""
-        return [finding for rule in self.rules.values() for finding in rule.feed(columns)]
+    def feed(self, evidence: Evidence) -> list[Finding]:
+        """New and changed findings since the last call, withdrawn ones among them: they have become an info."""
+        changed = self.spikes.feed(evidence.columns)
+        now = {(finding.fault, finding.where): finding for rule in RULES for finding in rule(evidence)}
+        step = int(evidence.columns["step"][-1]) if evidence.columns.get("step") else 0
+        for key, finding in now.items():
+            if self._said.get(key) != finding:
+                changed.append(finding)
+        for key, earlier in self._said.items():
+            if key not in now and earlier.severity is Severity.warning:
+                now[key] = replace(
+                    earlier, severity=Severity.info, evidence=f"{earlier.evidence} (no longer so at step {step:,})"
+                )
+                changed.append(now[key])
+        self._said.update(now)
+        return changed
 
     @property
     def findings(self) -> list[Finding]:
         """All findings so far, each as it now stands."""
-        return [finding for rule in self.rules.values() for finding in rule.findings]
+        return [*self.spikes.findings, *self._said.values()]
 
     def state_dict(self) -> dict[str, Any]:
-        """State of each rule by its name."""
-        return {name: rule.state_dict() for name, rule in self.rules.items()}
+        """Of plain types."""
+        said = [{**asdict(f), "severity": f.severity.value, "symptoms": list(f.symptoms)} for f in self._said.values()]
+        return {"spikes": self.spikes.state_dict(), "said": said}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where an earlier run stood."""
-        for name, rule in self.rules.items():
-            rule.load_state_dict(state[name])
+        self.spikes.load_state_dict(state["spikes"])
+        findings = [Finding(**kept) for kept in state["said"]]
+        self._said = {(finding.fault, finding.where): finding for finding in findings}
 
 
 def take_in(findings: list[Finding], finding: Finding) -> bool:

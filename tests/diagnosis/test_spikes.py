@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR
 from torch.utils.data import TensorDataset
 
 from safe_trainer import SafeTrainer
-from safe_trainer.diagnosis import Diagnosis, take_in
+from safe_trainer.diagnosis import Diagnosis, Evidence, take_in
 from safe_trainer.diagnosis.spikes import Spikes
 from safe_trainer.findings import Finding, Severity
 
@@ -163,11 +163,11 @@ def test_the_findings_do_not_depend_on_how_the_history_is_split(kind):
     losses[rng.choice(len(losses), 30, replace=False)] = math.nan  # skipped steps
     columns = history(losses, np.full(len(losses), 0.1))
     whole = Diagnosis()
-    whole.feed(columns)
+    whole.feed(Evidence(columns=columns))
     parts, step, draw = Diagnosis(), 0, random.Random(1)
     while step < len(losses):
         step = min(len(losses), step + draw.randint(1, 40))
-        parts.feed({name: column[:step] for name, column in columns.items()})
+        parts.feed(Evidence(columns={name: column[:step] for name, column in columns.items()}))
         kept = json.loads(json.dumps(parts.state_dict()))  # as a checkpoint would, at every call
         parts = Diagnosis()
         parts.load_state_dict(kept)

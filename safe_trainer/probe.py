@@ -1,0 +1,47 @@
+"""The same batch once more, right after its step: did the step do that batch any good? Leaves everything as it was.
+
+Kept and put back: generators, buffers, and what model and task count for themselves. Gradients and weights are not
+touched by a forward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from safe_trainer.undo import Buffers, attributes_back, step_back
+from safe_trainer.utils import rng
+
+RECENT = 10
+"""Losses at either end that are compared: few, as a probe may be wanted soon, but more than one, which is noise."""
+NOT_MUCH = 0.2
+"""A loss that has come down by more than this share of where it began needs no probe: learning is proven."""
+
+
+def is_wanted(losses: Sequence[float]) -> bool:
+    """Whether the curve so far leaves in doubt that steps do any good; only then a probe is worth its forward pass."""
+    first = [loss for loss in losses[: 2 * RECENT] if math.isfinite(loss)][:RECENT]
+    last = [loss for loss in losses[-2 * RECENT :] if math.isfinite(loss)][-RECENT:]
+    return bool(first and last) and _middle(last) >= _middle(first) - NOT_MUCH * abs(_middle(first))
+
+
+def loss_again(loss: Callable[[], Any], began: rng.Snapshot, model: nn.Module, task: Callable[..., Any]) -> float:
+    """Value of `loss()`, a forward pass of `model` through `task`, from where the generators stood at `began`."""
+    buffers = Buffers(model)
+    buffers.take()
+    ways = [*attributes_back(model), *step_back(task, model, ())]
+    try:
+        with rng.isolated():
+            began.restore()
+            return float(loss())
+    finally:
+        buffers.restore()
+        for back in ways:
+            back()
+
+
+def _middle(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
