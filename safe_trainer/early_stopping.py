@@ -35,7 +35,11 @@ class EarlyStopping:
             self.best, self.waited = value, 0
         else:
             self.waited += 1
-        return self.waited >= self.config.patience
+        return self.has_run_out()
+
+    def has_run_out(self) -> bool:
+        """Whether patience has run out; a run that was stopped for it is over also when it is resumed."""
+        return self.config.patience is not None and self.waited >= self.config.patience
 
     def reason(self) -> str:
         """Why the run ended, in words."""

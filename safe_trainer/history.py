@@ -48,6 +48,13 @@ class History:
         for column in self.columns.values():
             column += [math.nan] * (len(self.columns["step"]) - len(column))
 
+    def mean(self, name: str, epoch: int) -> float | None:
+        """Mean of a figure over one epoch's batches, NaN and infinities left out; None if nothing is left."""
+        self.gather()
+        column = self.columns.get(name, [])
+        values = [v for v, e in zip(column, self.columns["epoch"], strict=False) if e == epoch and math.isfinite(v)]
+        return sum(values) / len(values) if values else None
+
     def state_dict(self) -> dict[str, Tensor]:
         """All columns as float64 tensors; flushes first."""
         self.flush()

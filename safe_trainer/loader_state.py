@@ -22,6 +22,9 @@ from safe_trainer.utils import rng
 
 log = logging.getLogger(__name__)
 
+ORDER = ("seed", "batch_size", "count")
+"""What the order of a loader that is set to a position follows from."""
+
 
 class LoaderState:
     """The place of one training loader. `begin` starts an epoch's pass; `state_dict` may be asked at any batch."""
@@ -92,17 +95,20 @@ class LoaderState:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs; nothing for a loader that is set to a position."""
+        """What `load_state_dict` needs. A loader that is set to a position needs but its seed."""
         loader: Any = self.loader
         if hasattr(loader, "set_position"):
-            return {}
+            return {name: getattr(loader, name) for name in ORDER if hasattr(loader, name)}
         is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         stateful = loader.state_dict() if is_stateful else None
         return {"stateful": stateful, "start": self._start, "now": self._capture()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the place of an earlier run; it counts from the next `begin`."""
-        self._resumed = state or None
+        if not hasattr(self.loader, "set_position"):
+            self._resumed = state if "now" in state else None
+        elif "seed" in state:
+            self.loader.seed = state["seed"]  # also one that nobody chose: the order is to go on
 
     def _capture(self) -> dict[str, Any]:
         return {"global": rng.capture(), "own": [generator.get_state() for generator in self._generators()]}

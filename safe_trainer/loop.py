@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,12 +52,17 @@ TrainStep = Callable[[nn.Module, Any, Optimizer, Any], Any]
 
 @dataclass
 class Position:
-    """How far a run has come: batches trained on, epochs completed, batches of this epoch, optimizer steps."""
+    """How far a run has come: batches trained on, epochs completed, batches of this epoch, optimizer steps.
+
+    A checkpoint can lie between an epoch's last batch and the evaluation that is due after it.
+    """
 
     step: int = 0
     epoch: int = 0
     batch: int = 0
     updates: int = 0
+    evaluated: int = 0
+    """The step after which the last evaluation was."""
 
 
 @dataclass
@@ -125,7 +130,6 @@ class Loop:
         handles = self.guard.install_gate() if self.needs_gate() else []
         try:
             while not self.is_done():
-                before = self.position.step
                 batches = self.batches_of_epoch()
                 for batch in batches:
                     self.position.step += 1
@@ -134,13 +138,14 @@ class Loop:
                     self.output.advance(self.position.step, self.position.epoch)
                     if self.position.step % self.config.log_every == 0:
                         self.write_row()
-                    if self.is_checkpoint_due():
+                    is_last = self.position.step == self.config.max_steps
+                    if self.is_checkpoint_due() and not (is_last or self.epoch_is_over):  # `end_epoch` writes one
                         self.save()
-                    if self.stopped or self.position.step == self.config.max_steps:
+                    if self.stopped or is_last:
                         if self.epoch_is_over:
                             next(batches, None)  # read to the very end: samplers draw once more there
                         break
-                self.end_epoch(trained=self.position.step > before)
+                self.end_epoch()
         finally:
             for handle in handles:
                 handle.remove()
@@ -156,7 +161,7 @@ class Loop:
 
     def is_done(self) -> bool:
         """Whether the run has come to its end; max_steps wins over max_epochs."""
-        if self.stopped:
+        if self.stopped or self.early_stopping.has_run_out():
             return True
         if self.config.max_steps is not None:
             return self.position.step >= self.config.max_steps
@@ -181,33 +186,43 @@ class Loop:
         if not count:
             raise ConfigError([no_batches(epoch)])
 
-    def end_epoch(self, trained: bool) -> None:
-        """What is due between epochs and at the end: the open group, scheduler, evaluation, log row, checkpoint.
+    def end_epoch(self) -> None:
+        """What is due between epochs and at the end: the open group, evaluation, scheduler, log row, checkpoint.
 
-        Args:
-            trained: false if a resumed run found the epoch over; then all but the scheduler was done before.
+        A run that was broken off within it does it again; what had been evaluated by then is not evaluated twice.
         """
         self.settle()
-        if self.group_batches:
+        if self.group_batches and self.epoch_is_over:
             self.update(None)
             self.settle()
-        if trained and not self.stopped and self.config.guard.enabled:
+        is_due = self.position.evaluated != self.position.step
+        if is_due and not self.stopped and self.config.guard.enabled:
             self.check_weights()
         if self.stopped:
             self.write_row()
             return
-        figures = self.evaluate() if trained else self.figures
+        figures = self.evaluate_or_save() if is_due else self.figures
+        training_loss = self.history.mean("loss", self.position.epoch) if self.epoch_is_over else None
         if self.epoch_is_over:
             self.position.epoch, self.position.batch = self.position.epoch + 1, 0
-            self.advance_scheduler(Interval.epoch, figures)
-        if not trained:
+            self.advance_scheduler(Interval.epoch, {"train/loss": training_loss, **figures})
+        if not is_due:
             return
+        self.position.evaluated = self.position.step
         self.figures.update(figures)
         self.evaluations.append({"step": self.position.step, "epoch": self.position.epoch, **figures})
         self.write_row(figures)
         if self.epoch_is_over and self.early_stopping.wants_to_stop(figures):
             self.stopped = self.early_stopping.reason()
         self.save(figures)
+
+    def evaluate_or_save(self) -> dict[str, float]:
+        """The figures of an evaluation. If it fails, the epoch before it is not lost: a resumed run begins with it."""
+        try:
+            return self.evaluate()
+        except BaseException:
+            self.save()
+            raise
 
     # --- one batch -----------------------------------------------------------------------------------------------
 
@@ -390,15 +405,15 @@ class Loop:
                 following.buffers.copy_to(self.average.module)
         self.advance_scheduler(Interval.step)
 
-    def advance_scheduler(self, interval: Interval, figures: dict[str, float] | None = None) -> None:
-        """Advance the scheduler if this is its interval."""
+    def advance_scheduler(self, interval: Interval, figures: Mapping[str, float | None] | None = None) -> None:
+        """Advance the scheduler if this is its interval. One that waits for a plateau looks at the validation loss, or
+        without validation data at the epoch's mean training loss.
+        """
         if self.scheduler is None or self.config.scheduler_interval is not interval:
             return
         if isinstance(self.scheduler, ReduceLROnPlateau):
             figures = figures or {}
-            watched = figures.get(
-                "val/loss", self.history.columns["loss"][-1] if self.history.columns["loss"] else None
-            )
+            watched = figures.get("val/loss", figures.get("train/loss"))
             if watched is not None:
                 self.scheduler.step(watched)
         else:
