@@ -302,7 +302,7 @@ class Config:
     limit_train_batches: int | None = None
     """Use only so many training batches in each epoch."""
     limit_val_batches: int | None = None
-    """Use only so many batches of validation data; 0 leaves evaluation out."""
+    """Use only so many batches of validation data, and of test data at the end; 0 leaves evaluation out."""
     accumulate: int = 1
     """Batches whose gradients are averaged, by samples, before the optimizer steps."""
     clip_norm: float | str | None = None

@@ -66,6 +66,17 @@ class Position:
 
 
 @dataclass
+class Group:
+    """The batches of an accumulated step so far."""
+
+    batches: int = 0
+    weight: float = 0.0
+    """Of all batches, relative to the first."""
+    size: int = 0
+    """Samples of the first."""
+
+
+@dataclass
 class Pending:
     """A step whose flag is still on its way from the device."""
 
@@ -113,7 +124,7 @@ class Loop:
         self.diagnosis = Diagnosis(opposed=len(guard.optimizers) > 1)
         self.probes: list[Probe] = []
         self.evaluations: list[dict[str, float]] = []
-        self.group_weight, self.group_size, self.group_batches = 0.0, 0, 0
+        self.group = Group()
         self.late = guard.config.enabled and reads_late(config, optimizer, precision, train_step)
         self.pending: Pending | None = None
         self.moves_batches = precision.device.type != "cpu" or config.channels_last
@@ -192,7 +203,7 @@ class Loop:
         A run that was broken off within it does it again; what had been evaluated by then is not evaluated twice.
         """
         self.settle()
-        if self.group_batches and self.epoch_is_over:
+        if self.group.batches and self.epoch_is_over:
             self.update(None)
             self.settle()
         is_due = self.position.evaluated != self.position.step
@@ -214,6 +225,12 @@ class Loop:
         self.write_row(figures)
         if self.epoch_is_over and self.early_stopping.wants_to_stop(figures):
             self.stopped = self.early_stopping.reason()
+        if self.group.batches:
+            log.info(
+                "The run ends within a group of accumulate=%d: its %d batches wait in the checkpoint for the rest.",
+                self.config.accumulate,
+                self.group.batches,
+            )
         self.save(figures)
 
     def evaluate_or_save(self) -> dict[str, float]:
@@ -246,7 +263,7 @@ class Loop:
         every, step = self.config.accumulate, self.position.step
         if every == 1:
             return self.monitors.due(step)
-        return self.group_batches == every - 1 and any(map(self.monitors.due, range(step - every + 1, step + 1)))
+        return self.group.batches == every - 1 and any(map(self.monitors.due, range(step - every + 1, step + 1)))
 
     def measured(self, batch: Any) -> dict[str, Tensor | float]:
         """One step with the monitors' hooks on. Under compile, which passes hooks by, they see an eager pass more."""
@@ -268,6 +285,8 @@ class Loop:
         if not probe.is_wanted([*self.history.columns["loss"], before]):
             return
         after = probe.loss_again(lambda: self.loss_without_step(batch), began, self.model, self.task)
+        if after is None:
+            return
         self.probes.append(Probe(step=self.position.step, before=before, after=after))
 
     def loss_scale(self) -> Tensor | float | None:
@@ -279,21 +298,21 @@ class Loop:
 
     def eager_pass(self, batch: Any, began: rng.Snapshot) -> None:
         """Forward and backward uncompiled, for the monitors; undone."""
-        group = self.group_weight, self.group_size
+        group = self.group.weight, self.group.size
         with self.anomaly.suspended(), untouched(self.model, self.guard.optimizers):
             self.again(batch)
-        self.group_weight, self.group_size = group
+        self.group.weight, self.group.size = group
         began.restore()
 
     def loss_without_step(self, batch: Any) -> Tensor:
-        """Loss of a batch, and nothing else."""
-        with self.precision.autocast(), torch.no_grad():
+        """Loss of a batch, and nothing else. With a graph: checkpoints, and penalties on gradients, need one."""
+        with self.precision.autocast():
             return loss_of(self.task(self.model, containers(batch)))
 
     def step(self, batch: Any) -> dict[str, Tensor | float]:
         """The loop's own step."""
         attempt = self.guard.begin(self.position.step, batch) if self.config.guard.enabled else None
-        rate = self.optimizer.param_groups[0]["lr"]
+        rate = self.rate()
         try:
             loss, figures = self.forward_backward(batch)
         except RuntimeError as error:
@@ -309,8 +328,8 @@ class Loop:
             with self.anomaly.suspended():  # the same step again, not another one
                 loss, figures = self.forward_backward(containers(attempt.batch))
         figures.update(loss=loss.detach(), lr=rate)
-        self.group_batches += 1
-        if self.group_batches >= self.config.accumulate:
+        self.group.batches += 1
+        if self.group.batches >= self.config.accumulate:
             norm = self.update(attempt, loss)
             if norm is not None:
                 figures["grad_norm"] = norm
@@ -318,15 +337,20 @@ class Loop:
             self.blow(attempt, self.again)
         return figures
 
+    def rate(self) -> Tensor | float:
+        """The learning rate of this step: the scheduler writes the next one into the same tensor, if it is one."""
+        rate: Tensor | float = self.optimizer.param_groups[0]["lr"]
+        return rate.detach().clone() if isinstance(rate, Tensor) else rate
+
     def again(self, batch: Any) -> Tensor:
         """The same step for a replay, uncompiled; its loss."""
         return self.forward_backward(batch, self.model)[0]
 
     def forward_backward(self, batch: Any, model: nn.Module | None = None) -> tuple[Tensor, dict[str, Any]]:
         """Loss of the batch, its gradients added to those of the group; a group begins with none."""
-        if self.group_batches == 0:
+        if self.group.batches == 0:
             self.optimizer.zero_grad(set_to_none=True)
-            self.group_weight = 0.0
+            self.group.weight = 0.0
         with self.anomaly if self.anomaly.enabled else self.precision.nothing:
             with self.precision.autocast():
                 outcome = self.task(self.forward_model if model is None else model, batch)
@@ -339,19 +363,19 @@ class Loop:
 
     def share(self, count: int) -> float:
         """Weight of this batch in its group, relative to the group's first: equal batches have weight 1."""
-        if self.group_batches == 0:
-            self.group_size = count
-        weight = count / self.group_size
-        self.group_weight += weight
+        if self.group.batches == 0:
+            self.group.size = count
+        weight = count / self.group.size
+        self.group.weight += weight
         return weight
 
     def update(self, attempt: Attempt | None, loss: Tensor | None = None) -> Tensor | float | None:
         """Clip and step the optimizer with the group's gradients, if they are finite; their norm before clipping."""
         self.precision.unscale(self.optimizer)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        if self.config.accumulate > 1 and self.group_weight != 1.0:
-            torch._foreach_div_(gradients, self.group_weight)
-        self.group_batches = 0
+        if self.config.accumulate > 1 and self.group.weight != 1.0:
+            torch._foreach_div_(gradients, self.group.weight)
+        self.group.batches = 0
         norm = self.norm_and_clip(gradients)
         if attempt is None or loss is None:
             self.apply()
@@ -457,7 +481,7 @@ class Loop:
         """Run the user's step; its optimizer's steps pass through the guard's gate."""
         assert self.train_step is not None
         attempt = self.guard.begin(self.position.step, batch) if self.config.guard.enabled else None
-        rate = self.optimizer.param_groups[0]["lr"]
+        rate = self.rate()
         train_step = self.train_step
         try:
             with self.anomaly:
@@ -482,7 +506,7 @@ class Loop:
 
     def blow(self, attempt: Attempt, replay: Callable[[Any], Any], error: BaseException | None = None) -> None:
         """The fuse has blown: undo the step, replay it, and do what the policy says."""
-        self.group_batches = 0
+        self.group.batches = 0
         self.monitors.drop()
         with self.anomaly.suspended():
             finding, action = self.guard.trip(attempt, replay, error=error)
@@ -493,7 +517,7 @@ class Loop:
         if action is Action.stop:
             in_a_row = self.guard.in_a_row
             self.stopped = f"{in_a_row} non-finite steps in a row" if in_a_row > 1 else "a non-finite step"
-        self.group_batches = 0
+        self.group.batches = 0
 
     def check_weights(self) -> None:
         """The last step of an epoch has none after it that could trip over what it made of the weights."""
@@ -550,7 +574,7 @@ class Loop:
     def is_checkpoint_due(self) -> bool:
         """Whether checkpoint.every_steps asks for one now, at the end of a group."""
         every = self.config.checkpoint.every_steps
-        return every is not None and self.position.step % every == 0 and self.group_batches == 0
+        return every is not None and self.position.step % every == 0 and self.group.batches == 0
 
     def save(self, figures: dict[str, float] | None = None) -> None:
         """Write a checkpoint of everything that the run needs to go on.
@@ -595,7 +619,7 @@ def value_of(loss: Any) -> Tensor | float:
         TypeError: it returned nothing, or not one number.
     """
     if isinstance(loss, Tensor) and loss.numel() == 1:
-        return loss.detach().reshape(())
+        return loss.detach().reshape(()).clone()  # a step may add the next one to the very tensor
     if isinstance(loss, (int, float)) and not isinstance(loss, bool):
         return float(loss)
     got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -155,10 +155,21 @@ def _path_of(config: Config) -> str:
     return config.path
 
 
+class RunLog(logging.FileHandler):
+    """A log file that may fail, its folder deleted or the disk full, without ending the run."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record; logging itself lets the error of a file that cannot be opened through."""
+        try:
+            super().emit(record)
+        except OSError:
+            self.handleError(record)  # one line to standard error
+
+
 @contextlib.contextmanager
 def log_file(path: Path) -> Iterator[None]:
     """What is logged meanwhile is kept in a file too."""
-    handler = logging.FileHandler(path, encoding="utf-8", delay=True)
+    handler = RunLog(path, encoding="utf-8", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
     try:

@@ -22,11 +22,13 @@ class Output:
         self.advance = progress.advance  # called every step: no frame of its own
 
     def start_after(self, step: int) -> None:
-        """Begin behind `step`, which an earlier run reached; rows that it wrote beyond its checkpoint are dropped."""
+        """Go on behind `step`, which an earlier run reached (0: it came to no checkpoint).
+
+        Rows that it wrote beyond its checkpoint are dropped.
+        """
         self.progress.step = self.progress.epoch_start = step
-        if step:
-            for sink in self.sinks:
-                sink.truncate_after(step)
+        for sink in self.sinks:
+            sink.truncate_after(step)
 
     def row(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         """Log the figures of one step."""

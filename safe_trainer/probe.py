@@ -6,6 +6,7 @@ touched by a forward pass.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from torch import nn
 
 from safe_trainer.undo import Buffers, attributes_back, step_back
 from safe_trainer.utils import rng
+
+log = logging.getLogger(__name__)
 
 RECENT = 10
 """Losses at either end that are compared: few, as a probe may be wanted soon, but more than one, which is noise."""
@@ -28,15 +31,26 @@ def is_wanted(losses: Sequence[float]) -> bool:
     return bool(first and last) and _middle(last) >= _middle(first) - NOT_MUCH * abs(_middle(first))
 
 
-def loss_again(loss: Callable[[], Any], began: rng.Snapshot, model: nn.Module, task: Callable[..., Any]) -> float:
-    """Value of `loss()`, a forward pass of `model` through `task`, from where the generators stood at `began`."""
+def loss_again(
+    loss: Callable[[], Any], began: rng.Snapshot, model: nn.Module, task: Callable[..., Any]
+) -> float | None:
+    """Value of `loss()`, a forward pass of `model` through `task`, from where the generators stood at `began`.
+
+    None if it fails: a model may refuse the same batch a second time, and that must not end the run.
+    """
     buffers = Buffers(model)
     buffers.take()
     ways = [*attributes_back(model), *step_back(task, model, ())]
+    for forward in {type(module).forward for module in model.modules()}:
+        if not forward.__module__.startswith("torch."):  # a user's: it may work with something of its closure
+            ways += step_back(forward, model, ())
     try:
         with rng.isolated():
             began.restore()
             return float(loss())
+    except Exception as error:
+        log.debug("The batch could not be looked at again: %s: %s", type(error).__name__, error)
+        return None
     finally:
         buffers.restore()
         for back in ways:

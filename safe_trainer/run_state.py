@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from safe_trainer.utils import rng
 if TYPE_CHECKING:
     from safe_trainer.loop import Loop
 
+log = logging.getLogger(__name__)
+
 NEEDED = frozenset({"position", "model", "optimizers", "generators", "loader", "history"})
 """What a state must hold for a run to go on from it."""
 
@@ -24,6 +27,8 @@ def state_of(loop: Loop) -> dict[str, Any]:
     """Everything that `restore` needs to go on to the same bits."""
     return {
         "position": asdict(loop.position),
+        "group": _open_group(loop),
+        "program": program_of(loop),
         "model": loop.model.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in loop.guard.optimizers],
         **{name: None if part is None else part.state_dict() for name, part in _optional_parts(loop).items()},
@@ -50,6 +55,9 @@ def restore(loop: Loop, state: Mapping[str, Any]) -> None:
     differences = _differences(loop, state)
     if differences:
         raise ConfigError([f"the checkpoint does not fit: {difference}" for difference in differences])
+    for name, (theirs, ours) in _changes(loop, state).items():
+        log.warning("%s was %s when the checkpoint was written and is %s now: the run goes on with %s.",
+                    name, theirs, ours, theirs if name == "seed" else ours)  # fmt: skip
     loop.model.load_state_dict(state["model"])
     for optimizer, kept in zip(loop.guard.optimizers, state["optimizers"], strict=True):
         _load_optimizer(optimizer, kept)
@@ -57,6 +65,7 @@ def restore(loop: Loop, state: Mapping[str, Any]) -> None:
         if part is not None:
             part.load_state_dict(state[name])
     loop.position = type(loop.position)(**state["position"])
+    _reopen_group(loop, state.get("group"))
     loop.anomaly.load_state_dict(state["anomaly"])
     loop.guard.load_state_dict(state["guard"])
     loop.early_stopping.best = state["early_stopping"]["best"]
@@ -77,10 +86,84 @@ def _optional_parts(loop: Loop) -> dict[str, Any]:
     return {"scheduler": loop.scheduler, "scaler": loop.precision.scaler, "ema": loop.average}
 
 
+def _open_group(loop: Loop) -> dict[str, Any] | None:
+    """The gradients of an accumulated step that is not complete, and how much they stand for."""
+    if not loop.group.batches:
+        return None
+    return {**asdict(loop.group), "gradients": [p.grad for p in loop.parameters]}
+
+
+def _reopen_group(loop: Loop, group: Mapping[str, Any] | None) -> None:
+    if group is None:
+        return
+    loop.group = type(loop.group)(batches=group["batches"], weight=group["weight"], size=group["size"])
+    for parameter, gradient in zip(loop.parameters, group["gradients"], strict=True):
+        parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
+
+
+def program_of(loop: Loop) -> dict[str, Any]:
+    """What the state of the parts does not tell, but a run must not change unnoticed when it goes on."""
+    return {
+        "optimizer": [type(optimizer).__name__ for optimizer in loop.guard.optimizers],
+        "scheduler": None if loop.scheduler is None else type(loop.scheduler).__name__,
+        "seed": loop.config.seed,
+        "accumulate": loop.config.accumulate,
+        "scheduler_interval": loop.config.scheduler_interval.value,
+        "precision": loop.precision.choice.value,
+        "loader": _order_of(loop.loader),
+    }
+
+
+def _order_of(loader: Any) -> dict[str, int]:
+    """What the order of a loader that is set to a position follows from."""
+    known = ("batch_size", "count") if hasattr(loader, "set_position") else ()
+    return {name: getattr(loader, name) for name in known if hasattr(loader, name)}
+
+
+def _changes(loop: Loop, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Settings that differ between the checkpoint and now, and do not keep the run from going on."""
+    theirs, ours = state.get("program", {}), program_of(loop)
+    changes = {
+        name: (theirs[name], ours[name])
+        for name in ("seed", "accumulate", "scheduler_interval", "precision")
+        if name in theirs and theirs[name] != ours[name]
+    }
+    if "loader" in theirs and not state["position"]["batch"]:
+        changes.update(
+            {
+                name: (was, ours["loader"][name])
+                for name, was in theirs["loader"].items()
+                if was != ours["loader"].get(name)
+            }
+        )
+    return changes
+
+
+def _other_program(loop: Loop, state: Mapping[str, Any]) -> list[str]:
+    """Parts of another kind, whose state means something else, and a place that other batches do not have."""
+    theirs, ours = state.get("program", {}), program_of(loop)
+    found = []
+    for name in ("optimizer", "scheduler"):
+        was, now = theirs.get(name), ours[name]
+        if was and now and was != now:
+            kinds = (", ".join(was), ", ".join(now)) if isinstance(was, list) else (was, now)
+            found.append(f"its {name} is {kinds[0]}, the program's {kinds[1]}; go on with the same, or start a new run")
+    for name, was in theirs.get("loader", {}).items():
+        now = ours["loader"].get(name)
+        if state["position"]["batch"] and now != was:
+            found.append(f"it stands within an epoch of {name} {was}, the program's is {now}; set it back to {was}")
+    return found
+
+
 def _differences(loop: Loop, state: Mapping[str, Any]) -> list[str]:
-    found = state_differences(state["model"], loop.model.state_dict())
+    found = state_differences(state["model"], loop.model.state_dict()) + _other_program(loop, state)
     if len(state["optimizers"]) != len(loop.guard.optimizers):
         found.append(f"it has {len(state['optimizers'])} optimizers, the program {len(loop.guard.optimizers)}")
+    group = state.get("group")
+    if group is not None and group["batches"] >= loop.config.accumulate:
+        found.append(
+            f"{group['batches']} batches wait in it for the rest of their group, accumulate is {loop.config.accumulate}"
+        )
     for length in ("total_steps", "T_max"):  # loading would quietly take the other length
         theirs, ours = (state["scheduler"] or {}).get(length), getattr(loop.scheduler, length, None)
         if theirs is not None and ours is not None and theirs != ours:

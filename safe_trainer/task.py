@@ -20,6 +20,8 @@ from torch import Tensor, nn
 Task = Callable[[nn.Module, Any], Mapping[str, Any]]
 
 OWN_KEYS = frozenset({"loss", "prediction", "target", "count"})
+RESERVED = frozenset({"step", "epoch", "lr", "grad_norm"})
+"""Columns of the history that are the loop's own."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,17 @@ def loss_of(outcome: Mapping[str, Any]) -> Tensor:
 
 
 def count_of(outcome: Mapping[str, Any], batch: Any) -> int:
-    """How many samples the loss of this outcome is a mean over."""
+    """How many samples the loss of this outcome is a mean over.
+
+    Raises:
+        ValueError: the task says that it is a mean over none.
+    """
     count = outcome.get("count")
     if count is not None:
+        if int(count) < 1:
+            raise ValueError(
+                f"a task's count, of the samples its loss is a mean over, must be at least 1 (got {count})"
+            )
         return int(count)
     for value in (outcome.get("prediction"), batch):
         size = first_length(value)
@@ -78,12 +88,23 @@ def first_length(value: Any) -> int | None:
 
 
 def extra_figures(outcome: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What a task reports besides its loss: every other tensor of one element, detached."""
-    return {
-        name: value.detach()
+    """What a task reports besides its loss: every other tensor of one element, as it is now.
+
+    Raises:
+        ValueError: a figure has the name of one of the loop's own.
+    """
+    figures = {
+        name: value.detach().clone()  # it may be a weight, which moves before the figure is read
         for name, value in outcome.items()
         if name not in OWN_KEYS and isinstance(value, Tensor) and value.numel() == 1
     }
+    taken = sorted(figures.keys() & RESERVED)
+    if taken:
+        raise ValueError(
+            f"a task's figures must not be called {', '.join(sorted(RESERVED))}, which the loop records itself "
+            f"(got {', '.join(taken)}); give them other names"
+        )
+    return figures
 
 
 def to_device(value: Any, device: torch.device, channels_last: bool = False) -> Any:

@@ -16,14 +16,15 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
 
+from safe_trainer.arguments import problems_of
 from safe_trainer.checkpoint import Checkpoints, infinite_tensors, state_differences
-from safe_trainer.config import Config, ConfigError, Interval, parse
+from safe_trainer.config import Config, ConfigError, parse
 from safe_trainer.data import length_of
 from safe_trainer.diagnosis import Setting
 from safe_trainer.ema import Average
 from safe_trainer.evaluation import evaluate
 from safe_trainer.findings import CheckResult, Finding, Report, SafetyError, Severity
-from safe_trainer.guard import Guard, needs_closure, reachable_scalers, strangers, without_update
+from safe_trainer.guard import Guard, reachable_scalers, strangers, without_update
 from safe_trainer.loggers import JsonLines, TensorBoard
 from safe_trainer.loggers.sink import Sink
 from safe_trainer.loop import DEFAULT_EPOCHS, Loop, TrainStep
@@ -31,6 +32,7 @@ from safe_trainer.nonfinite import circumstances_of, finding_from_trace, load_at
 from safe_trainer.output import Output
 from safe_trainer.precision import Precision
 from safe_trainer.run_folder import new_run_folder, save_start, use_run_folder
+from safe_trainer.run_lock import locked, refuse_leavings
 from safe_trainer.run_state import NEEDED, restore
 from safe_trainer.task import Supervised, Task, loss_of, to_device
 from safe_trainer.terminal import Progress
@@ -43,9 +45,6 @@ from safe_trainer.utils.monitors import Monitors
 log = logging.getLogger(__name__)
 
 RUNS = Path("runs")
-
-GROUPS = ("model", "data", "loss", "task", "optimizer", "scheduler", "metrics", "logger")
-"""Config groups that name objects to build; this class takes the objects themselves."""
 
 
 class SafeTrainer:
@@ -92,15 +91,22 @@ class SafeTrainer:
         test_loader: Iterable[Any] | None = None,
         loggers: Sequence[Sink] | None = None,
     ) -> None:
-        self.config = config if isinstance(config, Config) else parse(config)
+        self.config = config if isinstance(config, Config) else parse(_as_mapping(config))
+        given = {
+            "model": model, "loss_fn": loss_fn, "optimizer": optimizer, "train_loader": train_loader,
+            "val_loader": val_loader, "scheduler": scheduler, "train_step": train_step, "eval_step": eval_step,
+            "other_optimizers": other_optimizers, "task": task, "metrics": metrics, "test_loader": test_loader,
+            "loggers": loggers,
+        }  # fmt: skip
+        problems = problems_of(given, self.config, built=isinstance(config, Config))
+        if problems:
+            raise ConfigError(problems)
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self.train_loader, self.val_loader, self.test_loader = train_loader, val_loader, test_loader
         self.scheduler, self.train_step, self.eval_step = scheduler, train_step, eval_step
         self.optimizers = [optimizer, *other_optimizers]
         self.num_classes = num_classes
         self.given_task, self.loggers = task, loggers
-        self.built_from_config = isinstance(config, Config)
-        self._hold_together()
         self.device = self._device()
         self.task: Task = task or Supervised(loss_fn or _no_loss)
         self.model.to(self.device)
@@ -127,10 +133,23 @@ class SafeTrainer:
         """Train without the checks before."""
         if self.loop is not None:
             raise RuntimeError("this trainer has run; make a new SafeTrainer for another run")
+        with locked(self.folder):
+            self._fit()
+        if self.test_loader is not None and self.report.ok and self.config.limit_val_batches != 0:
+            self.report.metrics.update(self._evaluated(self.test_loader, "test"))
+        if not self.report.ok and self.config.on_fault.value == "stop":
+            raise SafetyError(self.report)
+        return self.report
+
+    def _fit(self) -> None:
+        """Train in the run's folder; nothing in it changes before all that may be refused has been."""
+        refuse_leavings(self.folder, self.config.resume)
         output, progress = self._output()
         self.loop = self._loop(output)
         self._resume(self.loop)
-        output.start_after(self.loop.position.step)
+        save_start(self.folder, self.config, sys.argv)
+        if self.config.resume is not None:
+            output.start_after(self.loop.position.step)
         try:
             with progress:
                 self._prepare_modes()
@@ -138,11 +157,6 @@ class SafeTrainer:
         finally:
             self._gather(self.loop)
             output.close()
-        if self.test_loader is not None and self.report.ok:
-            self.report.metrics.update(self._evaluated(self.test_loader, "test"))
-        if not self.report.ok and self.config.on_fault.value == "stop":
-            raise SafetyError(self.report)
-        return self.report
 
     def evaluate(self) -> dict[str, float]:
         """Loss and metrics on the held-out data, of the averaged weights where an average is kept."""
@@ -223,48 +237,6 @@ class SafeTrainer:
 
     # --- how it is put together --------------------------------------------------------------------------------------
 
-    def _hold_together(self) -> None:
-        """Raise one ConfigError for all that does not fit together."""
-        config, problems = self.config, []
-        model: Any = self.model  # a caller's types are a promise that nobody has checked
-        optimizers: list[Any] = self.optimizers
-        own_step = self.train_step is not None
-        if not isinstance(model, nn.Module):
-            problems.append(f"model must be a torch.nn.Module (got {type(model).__name__})")
-        for optimizer in optimizers:
-            if not isinstance(optimizer, Optimizer):
-                problems.append(f"optimizer must be a torch.optim.Optimizer (got {type(optimizer).__name__})")
-            elif needs_closure(optimizer) and not own_step:
-                problems.append(
-                    f"optimizer {type(optimizer).__name__} evaluates the model itself through a closure; "
-                    "pass a train_step that calls optimizer.step(closure)"
-                )
-        if self.loss_fn is None and self.given_task is None and not own_step:
-            problems.append("loss_fn must be given when there is neither a task nor a train_step (got None)")
-        if not hasattr(self.train_loader, "__iter__"):
-            problems.append(f"train_loader must be an iterable of batches (got {type(self.train_loader).__name__})")
-        if len(self.optimizers) > 1 and not own_step:
-            problems.append("other_optimizers need a train_step that drives them (got none)")
-        for option, unset in (("accumulate", 1), ("clip_norm", None), ("clip_value", None), ("compile", False)):
-            if own_step and getattr(config, option) != unset:
-                problems.append(f"{option} must stay {unset} beside a train_step: do it in the step itself (got "
-                                f"{getattr(config, option)})")  # fmt: skip
-        if own_step and config.precision.value not in ("fp32", "auto"):
-            problems.append(
-                f"precision must stay fp32 beside a train_step: use autocast in it (got {config.precision.value})"
-            )
-        if not self.built_from_config:
-            problems += [
-                f"{group} must not be in config: pass the object itself (got {getattr(config, group)})"
-                for group in GROUPS
-                if getattr(config, group) is not None
-            ]
-        plateau = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-        if plateau and config.scheduler_interval is Interval.step:
-            problems.append("scheduler_interval must be epoch for ReduceLROnPlateau: it looks at a metric (got step)")
-        if problems:
-            raise ConfigError(problems)
-
     def _device(self) -> torch.device:
         """The device of the run. Beside a train_step, auto leaves the model where it is: its step counts on that."""
         if self.config.device == "auto" and self.train_step is not None:
@@ -330,7 +302,6 @@ class SafeTrainer:
 
     def _output(self) -> tuple[Output, Progress]:
         folder = self.folder
-        save_start(folder, self.config, sys.argv)
         sinks = self.loggers if self.loggers is not None else (JsonLines(folder), TensorBoard(folder))
         length = length_of(self.train_loader)
         progress = Progress(
@@ -368,6 +339,7 @@ class SafeTrainer:
             metrics=self.metrics,
             limit=self.config.limit_val_batches,
             channels_last=self.config.channels_last,
+            part=part,
         )
         return {f"{part}/{name}": value for name, value in figures.items()}
 
@@ -450,6 +422,17 @@ def resolve_device(choice: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise ConfigError([f"device must be auto or one that is there (got {choice!r}: {reason})"]) from error
     return device
+
+
+def _as_mapping(config: Any) -> Any:
+    """The configuration, if it is one.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if config is None or isinstance(config, (Mapping, DictConfig)):
+        return config
+    raise ConfigError([f"config must be a mapping of options, as in {{'max_steps': 100}} (got {config!r})"])
 
 
 def _as_collection(metrics: Any, device: torch.device) -> Any:

@@ -1,5 +1,6 @@
 """Fixtures for all tests: one thread, generators put back, no folder made where the tests were started."""
 
+import itertools
 import os
 import random
 
@@ -24,9 +25,10 @@ def same_start():
 
 @pytest.fixture
 def run_config(tmp_path):
-    """Options of a quiet run in a folder of its own."""
+    """Options of a quiet run; each time it is called, in another folder."""
+    numbers = itertools.count()
 
     def options(**overrides):
-        return {"run_dir": str(tmp_path / "run"), "progress": False, **overrides}
+        return {"run_dir": str(tmp_path / f"run{next(numbers) or ''}"), "progress": False, **overrides}
 
     return options

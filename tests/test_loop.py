@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 
 import pytest
 import torch
@@ -370,3 +371,140 @@ def test_a_task_without_a_prediction_is_told_what_the_metrics_need(run_config):
     )
     with pytest.raises(TypeError, match="prediction and target when there are metrics"):
         trainer.run()
+
+
+def test_a_plateau_without_validation_looks_at_the_mean_of_the_epoch(run_config):
+    """Not at whatever was read from the device last: rows and checkpoints must not steer the rate."""
+    ends = []
+    for log_every in (1, 7, 1000):
+        torch.manual_seed(0)
+        model = mlp(dropout=0.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.2)
+        config = run_config(max_epochs=6, log_every=log_every)
+        trainer = SafeTrainer(
+            model, nn.CrossEntropyLoss(), optimizer, loader_of(blobs()), scheduler=plateau, config=config
+        )
+        report = trainer.run()
+        losses = torch.tensor(report.history["loss"]).view(6, -1).mean(1)
+        assert plateau.best == pytest.approx(min(losses).item(), rel=0.25)
+        ends.append((plateau.state_dict(), [group["lr"] for group in optimizer.param_groups]))
+    assert ends[0] == ends[1] == ends[2]
+    assert ends[0][1][0] < 0.01
+
+
+def test_figures_are_those_of_their_own_step(run_config):
+    """A weight that a task reports, and a rate that is a tensor, have moved on when they are read."""
+    model = nn.Linear(8, 3)
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, foreach=False)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    weights = []
+
+    def task(model, batch):
+        weights.append(model.bias[0].item())
+        return {"loss": nn.functional.cross_entropy(model(batch[0]), batch[1]), "weight": model.bias[0]}
+
+    config = run_config(max_steps=3, log_every=100, scheduler_interval="step")
+    trainer = SafeTrainer(model, None, optimizer, loader_of(blobs()), scheduler=scheduler, config=config, task=task)
+    trainer.loop_history = trainer.run().history
+    assert trainer.loop_history["lr"] == pytest.approx([0.1, 0.05, 0.025])
+    assert trainer.loop_history["weight"] == pytest.approx(weights[: len(set(weights))][:3])
+
+
+@pytest.mark.parametrize("name", ["step", "epoch", "lr", "grad_norm"])
+def test_a_figure_must_not_take_a_name_of_the_loops_own(name, run_config):
+    model = nn.Linear(8, 3)
+
+    def task(model, batch):
+        return {"loss": nn.functional.cross_entropy(model(batch[0]), batch[1]), name: torch.tensor(1.0)}
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=f"must not be called epoch, grad_norm, lr, step.*got {name}"):
+        SafeTrainer(model, None, optimizer, loader_of(blobs()), config=run_config(max_steps=3), task=task).run()
+
+
+def test_a_count_of_no_samples_is_told(run_config):
+    model = nn.Linear(8, 3)
+
+    def task(model, batch):
+        return {"loss": nn.functional.cross_entropy(model(batch[0]), batch[1]), "count": 0}
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"count.*must be at least 1"):
+        SafeTrainer(
+            model, None, optimizer, loader_of(blobs()), config=run_config(max_steps=4, accumulate=2), task=task
+        ).run()
+
+
+def test_without_evaluation_the_test_data_are_left_alone_too(run_config):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = SafeTrainer(
+        model, nn.CrossEntropyLoss(), optimizer, loader_of(blobs()), loader_of(blobs()), test_loader=loader_of(blobs()),
+        config=run_config(max_steps=2, limit_val_batches=0),
+    )  # fmt: skip
+    assert trainer.run().metrics == {}
+
+
+def test_an_evaluation_that_fails_says_where_and_loses_nothing(run_config, tmp_path):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    held_out = [(torch.ones(4, 8), torch.arange(4) % 3), (torch.ones(4, 8), torch.full((4,), 7))]
+    config = run_config(max_epochs=1)
+    with pytest.raises(IndexError) as caught:
+        SafeTrainer(model, nn.CrossEntropyLoss(), optimizer, loader_of(blobs()), held_out, config=config).run()
+    assert any("in batch 2 of the val data, tuple of 2" in note for note in caught.value.__notes__)
+    trainer = SafeTrainer(
+        model, nn.CrossEntropyLoss(), optimizer, loader_of(blobs()), held_out[:1], config={**config, "resume": "last"}
+    )
+    report = trainer.run()
+    assert len(report.history["step"]) == len(loader_of(blobs()))  # the epoch was not trained again
+    assert "val/loss" in report.metrics
+
+
+def test_a_metric_of_several_numbers_is_told(run_config):
+    from torchmetrics.classification import MulticlassRecall
+
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"metric 'recall' must give one number.*average=macro"):
+        SafeTrainer(
+            model, nn.CrossEntropyLoss(), optimizer, loader_of(blobs()), loader_of(blobs()),
+            config=run_config(max_steps=2), metrics={"recall": MulticlassRecall(num_classes=3, average=None)},
+        ).run()  # fmt: skip
+
+
+def odd_models():
+    def old_weight_norm():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 16)), nn.ReLU(), nn.Linear(16, 3))
+
+    def lazy():
+        return nn.Sequential(nn.LazyLinear(16), nn.ReLU(), nn.LazyLinear(3))
+
+    def with_indices():
+        model = mlp()
+        model.register_parameter("order", nn.Parameter(torch.arange(3), requires_grad=False))
+        return model
+
+    return {"old_weight_norm": old_weight_norm, "lazy": lazy, "with_indices": with_indices}
+
+
+@pytest.mark.parametrize("kind", odd_models())
+def test_an_average_of_odd_models(kind, run_config):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch tells that lazy modules are new
+        model = odd_models()[kind]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = SafeTrainer(
+            model, nn.CrossEntropyLoss(), optimizer, loader_of(blobs()), loader_of(blobs()),
+            config=run_config(max_epochs=2, ema_decay=0.9),
+        )  # fmt: skip
+        report = trainer.run()
+    assert report.ok
+    ours, theirs = trainer.average.module.state_dict(), model.state_dict()
+    assert list(ours) == list(theirs)
+    assert not all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert torch.equal(ours["order"], theirs["order"]) if kind == "with_indices" else True

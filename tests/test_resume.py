@@ -1,7 +1,11 @@
 """A run that was stopped and resumed in mid-epoch ends in the same bits as one that was not."""
 
 import gc
+import os
+import pathlib
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -213,3 +217,177 @@ def test_persistent_workers_that_may_draw_are_told_on_resume(tmp_path, caplog):
     assert "persistent" not in caplog.text
     train(tmp_path, loader(), 9, resume="last")
     assert "persistent_workers=False" in caplog.text
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing catches it."""
+
+
+@pytest.mark.parametrize("length_is_known", [True, False])
+def test_a_run_killed_in_an_evaluation_evaluates_when_it_is_resumed(length_is_known, tmp_path):
+    """Plateau, early stopping, best checkpoint and log hang on the figures of that very evaluation."""
+
+    def run(folder, deadly=None, **options):
+        torch.manual_seed(7)
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+        seen = []
+
+        def judge(model, loss_fn, loader):
+            seen.append(len(seen))
+            if deadly is not None and len(seen) == deadly:
+                raise Killed
+            with torch.no_grad():
+                return sum(loss_fn(model(x), y).item() for x, y in loader)
+
+        loader = ours(0)
+        if not length_is_known:
+            batches = list(loader)
+            loader = type("Stream", (), {"__iter__": lambda self: iter(batches)})()
+        config = {"max_epochs": 4, "run_dir": str(folder), "progress": False, "seed": 5, "checkpoint.every_steps": 3}
+        trainer = SafeTrainer(
+            model, nn.CrossEntropyLoss(), optimizer, loader, [(torch.ones(4, 8), torch.arange(4) % 3)], plateau,
+            eval_step=judge, config={**config, **options},
+        )  # fmt: skip
+        report = trainer.run()
+        values = [line for line in (folder / "metrics.jsonl").read_text().splitlines() if "val/loss" in line]
+        return fingerprint(model, optimizer), plateau.state_dict(), report.metrics, len(values)
+
+    whole = run(tmp_path / "whole")
+    with pytest.raises(Killed):
+        run(tmp_path / "parts", deadly=2)
+    parts = run(tmp_path / "parts", resume="last")
+    assert equal(whole[0], parts[0])
+    assert whole[1:] == parts[1:]
+
+
+def test_a_seed_that_nobody_chose_goes_on_too(tmp_path):
+    def run(folder, steps, seed=None, **options):
+        loader = build_loaders(
+            {"train": Augmented()}, LoaderConfig(batch_size=8), seed=seed, device=torch.device("cpu")
+        ).train
+        torch.manual_seed(7)
+        model = mlp(dropout=0.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        config = {"max_steps": steps, "run_dir": str(folder), "progress": False, **options}
+        SafeTrainer(model, nn.CrossEntropyLoss(), optimizer, loader, config=config).run()
+        return fingerprint(model, optimizer), loader.seed
+
+    run(tmp_path / "parts", 8)
+    state = torch.load(next((tmp_path / "parts" / "checkpoints").glob("*.pt")), weights_only=True)
+    seed = state["loader"]["seed"]
+    parts = run(tmp_path / "parts", 14, resume="last")
+    assert parts[1] == seed
+    assert equal(parts[0], run(tmp_path / "whole", 14, seed=seed)[0])
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5, 7])
+def test_a_group_that_was_open_at_the_stop_is_gone_on_with(stop, tmp_path):
+    """Groups of four batches in epochs of six: four and two."""
+
+    def run(folder, steps, **options):
+        torch.manual_seed(7)
+        model = mlp(dropout=0.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        config = {"max_steps": steps, "run_dir": str(folder), "progress": False, "accumulate": 4, "seed": 1, **options}
+        SafeTrainer(model, nn.CrossEntropyLoss(), optimizer, ours(0), config=config).run()
+        return fingerprint(model, optimizer)
+
+    whole = run(tmp_path / "whole", 12)
+    run(tmp_path / "parts", stop)
+    assert equal(whole, run(tmp_path / "parts", 12, resume="last"))
+
+
+def test_a_run_that_stopped_early_is_over_when_it_is_resumed(tmp_path):
+    def run(**options):
+        torch.manual_seed(7)
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        config = {"max_epochs": 9, "run_dir": str(tmp_path), "progress": False, "early_stopping.patience": 2, **options}
+        held_out = [(torch.ones(4, 8), torch.arange(4) % 3)]
+        report = SafeTrainer(model, nn.CrossEntropyLoss(), optimizer, ours(0), held_out, config=config).run()
+        return report.history["step"][-1]
+
+    assert run() == 18
+    assert run(resume="last") == 18
+    assert run(resume="last", **{"early_stopping.patience": 3}) == 24
+
+
+def test_other_parts_are_refused_and_other_settings_are_told(tmp_path, caplog):
+    train(tmp_path, LOADERS["ours"](), 8)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"}
+
+    def resume(optimizer=torch.optim.AdamW, batch_size=8, **options):
+        model = mlp()
+        loader = build_loaders(
+            {"train": Augmented()}, LoaderConfig(batch_size=batch_size), seed=3, device=torch.device("cpu")
+        ).train
+        made = optimizer(model.parameters(), lr=0.01)
+        schedule = options.pop("schedule", OneCycleLR)(made, 0.02, total_steps=STEPS)
+        config = {
+            "max_steps": STEPS, "run_dir": str(tmp_path), "progress": False, "resume": "last", "ema_decay": 0.9,
+            "scheduler_interval": "step", "seed": 5, **options,
+        }  # fmt: skip
+        SafeTrainer(model, nn.CrossEntropyLoss(), made, loader, scheduler=schedule, config=config).run()
+
+    def stepped(optimizer, rate, total_steps):
+        return torch.optim.lr_scheduler.StepLR(optimizer, total_steps)
+
+    with pytest.raises(ConfigError, match="its optimizer is AdamW, the program's SGD"):
+        resume(torch.optim.SGD)
+    with pytest.raises(ConfigError, match="its scheduler is OneCycleLR, the program's StepLR"):
+        resume(schedule=stepped)
+    with pytest.raises(ConfigError, match="within an epoch of batch_size 8, the program's is 12"):
+        resume(batch_size=12)
+    assert before == {path: path.read_bytes() for path in before}  # a refused resume changes nothing
+    resume(seed=6)
+    assert "seed was 5 when the checkpoint was written and is 6 now: the run goes on with 5" in caplog.text
+
+
+def test_a_folder_with_a_run_is_not_for_a_new_one(tmp_path):
+    train(tmp_path, LOADERS["ours"](), 4)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"run_dir must be a new or empty folder.*resume=last"):
+        train(tmp_path, LOADERS["ours"](), 8)
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_rows_of_a_run_that_came_to_no_checkpoint_are_dropped_when_it_begins_anew(tmp_path):
+    train(tmp_path, LOADERS["ours"](), 7, **{"checkpoint.enabled": False})
+    train(tmp_path, LOADERS["ours"](), 4, resume="last")
+    rows = (tmp_path / "metrics.jsonl").read_text()
+    assert '"step": 6' not in rows
+    assert rows.count('"step": 3') == 1
+
+
+def test_two_runs_at_once_in_one_folder_are_refused(tmp_path):
+    class Nested:
+        """In the first run's first batch, a second one begins in the same folder."""
+
+        def __iter__(self):
+            for batch in ours(0):
+                with pytest.raises(ConfigError, match=r"in which no run is at work.*another trainer"):
+                    train(tmp_path, LOADERS["ours"](), 4, resume="last")
+                yield batch
+
+    train(tmp_path, Nested(), 1)
+    train(tmp_path, LOADERS["ours"](), 4, resume="last")  # it is free again
+
+
+def test_the_lock_of_another_process_is_told_and_ends_with_it(tmp_path):
+    code = (
+        "import sys, time, pathlib\n"
+        "from safe_trainer.run_lock import locked\n"
+        "with locked(pathlib.Path(sys.argv[1])):\n"
+        "    print('locked', flush=True); time.sleep(60)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[1])}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
+    ) as other:
+        assert other.stdout.readline().strip() == "locked"
+        with pytest.raises(ConfigError, match=f"in use by process {other.pid} on "):
+            train(tmp_path, LOADERS["ours"](), 2)
+        other.kill()
+    train(tmp_path, LOADERS["ours"](), 2)
