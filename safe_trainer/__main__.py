@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-import shlex
+import io
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -14,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra import compose, initialize_config_module
+import yaml  # type: ignore[import-untyped]
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import configure_log
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -25,8 +25,18 @@ from omegaconf.errors import OmegaConfBaseException
 
 from safe_trainer import modes
 from safe_trainer.checkpoint import CheckpointError
-from safe_trainer.config import Config, ConfigError, Mode, did_you_mean, parse
+from safe_trainer.command_line import (
+    CONF_DEFAULTS,
+    composed,
+    conf_folders,
+    described,
+    first_of_each,
+    options,
+    readable_overrides,
+)
+from safe_trainer.config import Config, ConfigError, Mode, parse
 from safe_trainer.findings import SafetyError
+from safe_trainer.run_folder import plain_config
 
 PRINTING = (Mode.recipes, Mode.explain)
 """Modes that only print: they make no run and no folder."""
@@ -35,21 +45,30 @@ BUILDING = (Mode.train, Mode.preflight, Mode.find_lr)
 """Modes that build what this configuration says; the others take the configuration of an earlier run."""
 
 EXIT_CRASH, EXIT_CONFIG, EXIT_PREFLIGHT, EXIT_FAULT, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
+EXIT_PIPE = 141
+"""128 + SIGPIPE: who read our output has gone, as in ``mode=recipes | head -1``."""
 
 
 def main() -> None:
     """The command line."""
     if "" not in sys.path and str(Path.cwd()) not in sys.path:  # the console script: targets in the working folder
         sys.path.insert(0, "")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
+            stream.reconfigure(errors="replace")  # a sign that the terminal lacks must not cost the whole line
     try:
         arguments = get_args_parser().parse_args()
         folders = conf_folders(arguments.config_dir)
-        overrides = readable_overrides(arguments.overrides, folders)
+        overrides = readable_overrides(arguments.overrides, folders, sweep=arguments.multirun)
+        if arguments.cfg == "job" and not arguments.package:
+            sys.exit(show(checked(composed(overrides, arguments.config_dir))))
+        if arguments.multirun:
+            check_sweep(first_of_each(overrides), arguments.config_dir)
         if not (arguments.multirun or arguments.cfg or arguments.info or arguments.hydra_help or arguments.help):
             sys.exit(run_once(composed(overrides, arguments.config_dir), folders))
+        sys.exit(run_through_hydra(arguments.overrides, overrides))
     except ConfigError as error:
         sys.exit(refuse(error))
-    sys.exit(run_through_hydra(arguments.overrides, overrides))
 
 
 def run_once(composition: DictConfig, folders: list[Path]) -> int:
@@ -80,127 +99,35 @@ def run_through_hydra(given: list[str], overrides: list[str]) -> int:
         return figure
 
     sys.argv[1:] = [word for word in sys.argv[1:] if word not in given] + overrides
-    hydra.main(version_base="1.3", config_path="pkg://safe_trainer.conf", config_name="config")(job)()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints what went wrong in its own way and ends the process
+    try:
+        hydra.main(version_base="1.3", config_path="pkg://safe_trainer.conf", config_name="config")(job)()
+    except (HydraException, OmegaConfBaseException, RecursionError) as error:
+        raise ConfigError([f"Hydra cannot run this: {' '.join(str(error).split())}"]) from error
+    except OSError as error:
+        must = "hydra.sweep.dir must be a folder that can be written"
+        raise ConfigError([f"{must} (got {error.filename or '?'}: {error.strerror or error})"]) from error
     return max(codes, default=0)
 
 
+def check_sweep(first: list[str], config_dir: str | None) -> None:
+    """Mistakes that all runs of a sweep share are told once, before the first.
+
+    Raises:
+        ConfigError: there are some, or the mode makes no run.
+    """
+    mode = checked(composed(first, config_dir)).mode
+    if mode is not Mode.train:
+        raise ConfigError([f"--multirun needs mode=train (got mode={mode.name}, which makes no run)"])
+
+
+def show(config: Config) -> int:
+    """Print the whole configuration as a run would get it, every option with its value."""
+    print(yaml.safe_dump(plain_config(config), sort_keys=False, allow_unicode=True), end="")
+    return 0
+
+
 # --- the configuration -----------------------------------------------------------------------------------------------
-
-
-def conf_folders(extra: str | None) -> list[Path]:
-    """Folders that hold configuration groups: ours, and the one of --config-dir."""
-    import safe_trainer.conf
-
-    ours = Path(safe_trainer.conf.__path__[0])
-    return [ours, Path(extra)] if extra else [ours]
-
-
-def groups(folders: list[Path]) -> set[str]:
-    """Names of all configuration groups."""
-    return {entry.name for folder in folders if folder.is_dir() for entry in folder.iterdir() if _holds_yaml(entry)}
-
-
-def options(group: str, folders: list[Path]) -> list[str]:
-    """What can be chosen in a group; an option in a sub-folder has a slash in its name."""
-    found: set[str] = set()
-    for folder in folders:
-        root = folder / group
-        found |= {str(path.relative_to(root).with_suffix("")).replace("\\", "/") for path in root.rglob("*.yaml")}
-    return sorted(found)
-
-
-def described(name: str, folders: list[Path]) -> tuple[str, str]:
-    """The line that runs a recipe, and what the recipe says that it reaches: both stand in its first comment.
-
-    The folder in the line is the one that was given, whatever the comment calls it.
-    """
-    for folder in folders:
-        path = folder / "recipe" / f"{name}.yaml"
-        if path.is_file():
-            lines = path.read_text(encoding="utf-8").splitlines()
-            comment = next((line for line in lines if line.startswith("#") and "@package" not in line), "")
-            command, _, reaches = comment.lstrip("# ").partition("  ")
-            options = command.partition(f"+recipe={name}")[2]
-            place = "" if folder is folders[0] else f" --config-dir {shlex.quote(str(folder))}"
-            return f"python -m safe_trainer{place} +recipe={name}{options}", reaches.strip()
-    return "", ""
-
-
-def shadowed(folders: list[Path]) -> list[str]:
-    """Files of --config-dir that Hydra would not read, since ours of the same name come first."""
-    ours, *others = folders
-    return [
-        f"{path} must have a name of its own: {path.relative_to(folder)} of safe_trainer is read in its place"
-        for folder in others
-        for path in sorted(folder.rglob("*.yaml"))
-        if (own := ours / path.relative_to(folder)).is_file() and own.read_bytes() != path.read_bytes()
-    ]
-
-
-def _holds_yaml(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.rglob("*.yaml"))
-
-
-def readable_overrides(given: list[str], folders: list[Path]) -> list[str]:
-    """The command line's overrides, rewritten so that Hydra takes every key: the schema then judges them all at once.
-
-    Raises:
-        ConfigError: an override that cannot be read, or a choice that a group does not offer.
-    """
-    known = groups(folders)
-    parser = OverridesParser.create()
-    problems, rewritten = shadowed(folders), []
-    for text in given:
-        try:
-            override = parser.parse_override(text)
-        except HydraException as error:
-            reason = " ".join(str(error).split("\nSee")[0].split())
-            problems.append(f"{text!r} cannot be read as key=value: {reason}")
-            continue
-        name = override.key_or_group
-        choice = override.value()
-        if name in known and (choice is None or isinstance(choice, str)) and not override.is_delete():
-            offered = options(name, folders)
-            if choice is not None and choice not in offered:
-                meant = did_you_mean(choice, offered)
-                problems.append(f"{name} must be one of {', '.join(offered)} (got {choice!r}){meant}")
-            rewritten.append(_as_choice(text, name, choice, override.is_add()))
-        elif override.is_delete() or override.is_force_add() or name.startswith("hydra"):
-            rewritten.append(text)
-        else:
-            rewritten.append("++" + text.lstrip("+"))
-    if problems:
-        raise ConfigError(problems)
-    return rewritten
-
-
-def _as_choice(text: str, name: str, choice: str | None, added: bool) -> str:
-    """A choice in a group, as Hydra wants it: null takes the group out, a group beside the defaults is added."""
-    if choice is None:
-        return f"~{name}"
-    return text if added or name in CONF_DEFAULTS else f"+{text}"
-
-
-CONF_DEFAULTS = frozenset(
-    {"model", "data", "loss", "task", "optimizer", "scheduler", "metrics", "logger", "distributed"}
-)
-"""Groups that stand in config.yaml's defaults; a choice in any other is added to them."""
-
-
-def composed(overrides: list[str], config_dir: str | None) -> DictConfig:
-    """What Hydra makes of the configuration tree and the overrides.
-
-    Raises:
-        ConfigError: it cannot be composed.
-    """
-    search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
-    if config_dir and not Path(config_dir).is_dir():
-        raise ConfigError([f"--config-dir must be a folder (got {config_dir!r})"])
-    try:
-        with initialize_config_module("safe_trainer.conf", version_base="1.3"):
-            return compose("config", overrides=[*overrides, *search], return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError([" ".join(str(error).split())]) from error
 
 
 def checked(composition: DictConfig) -> Config:
@@ -212,21 +139,43 @@ def checked(composition: DictConfig) -> Config:
     from safe_trainer.build import target_problems
 
     own = OmegaConf.masked_copy(composition, [str(key) for key in composition if key != "hydra"])
-    try:
-        values: Any = OmegaConf.to_container(own, resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError([f"{error.full_key} cannot be resolved: {str(error).splitlines()[0]}"]) from error
-    problems: list[str] = []
+    values, problems = resolved(own)
+    missing = set(map(_group_of, problems))
     try:
         config = parse(values)
     except ConfigError as error:
-        problems = error.problems
+        problems += error.problems
         config = parse({key: value for key, value in values.items() if _is_group(key, value)})
     if config.mode in BUILDING:
-        problems = problems + target_problems(config)
+        problems += [
+            problem
+            for problem in target_problems(config)
+            if problem.split(maxsplit=1)[0].partition(".")[0] not in missing
+        ]
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _group_of(problem: str) -> str:
+    """The group that a sentence on a mistake is about: its first word begins with it."""
+    return problem.partition(" ")[0].partition(".")[0]
+
+
+def resolved(own: DictConfig) -> tuple[dict[str, Any], list[str]]:
+    """Each key's value with its interpolations filled in, and a sentence on each that cannot be; it is left out."""
+    values: dict[str, Any] = {}
+    problems = []
+    for key in own:
+        try:
+            node = own._get_node(key)
+            container = OmegaConf.is_config(node) and not node._is_none() and not node._is_interpolation()
+            values[str(key)] = OmegaConf.to_container(node, resolve=True) if container else own[key]
+        except OmegaConfBaseException as error:
+            problems.append(f"{error.full_key or key} cannot be resolved: {str(error).splitlines()[0]}")
+        except RecursionError:
+            problems.append(f"{key} cannot be resolved: it refers to itself")
+    return values, problems
 
 
 def _is_group(key: str, value: Any) -> bool:
@@ -263,7 +212,9 @@ def print_only(config: Config, folders: list[Path]) -> None:
 def guarded(work: Callable[[], float | None]) -> tuple[int, float | None]:
     """Run `work`; whatever goes wrong ends in one message and an exit code."""
     try:
-        return 0, work()
+        figure = work()
+        sys.stdout.flush()
+        return 0, figure
     except ConfigError as error:
         return refuse(error), None
     except CheckpointError as error:
@@ -274,6 +225,9 @@ def guarded(work: Callable[[], float | None]) -> tuple[int, float | None]:
         return EXIT_PREFLIGHT if before else EXIT_FAULT, None
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED, None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more at its end
+        return EXIT_PIPE, None
     except Exception as error:
         traceback.print_exception(error)
         return EXIT_CRASH, None

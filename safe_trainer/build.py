@@ -1,12 +1,13 @@
 """From a configuration to objects. Every `_target_` is imported and held against its signature before one is built.
 
-The only file besides __main__.py that imports Hydra. Touches the disk only through the data group.
+Besides the command line, the only file that imports Hydra. Touches the disk only through the data group.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -92,6 +93,9 @@ def _node_problems(node: Any, where: str, supplied: str | None) -> list[str]:
         target = locate(name)
     except LookupError as error:
         return [*nested, f"{where}._target_ {error}"]
+    arguments = node.get("_args_", ())
+    if not isinstance(arguments, (list, tuple)):
+        return [*nested, f"{where}._args_ must be a list of positional arguments (got {arguments!r})"]
     return nested + _argument_problems(target, name, node, where, supplied)
 
 
@@ -116,7 +120,7 @@ def locate(name: str) -> Any:
             if error.name and not (path == error.name or path.startswith(error.name + ".")):
                 raise LookupError(f"cannot be imported: {path} needs the module {error.name} (got {name!r})") from error
             raise LookupError(_not_found(name, parts, count, found)) from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a module that is a script may end the process
             reason = f"{type(error).__name__}: {error}"
             raise LookupError(f"cannot be imported: importing {path} raised {reason} (got {name!r})") from error
     if not callable(found):
@@ -160,7 +164,14 @@ def _argument_problems(target: Any, name: str, node: Mapping[str, Any], where: s
         wildcard = where == "scheduler" and value == "auto"
         if key in names and key in hints and not wildcard and not fits(value, hints[key]):
             problems.append(f"{where}.{key} must be {_words(hints[key])} (got {value!r})")
+        elif isinstance(value, float) and _is_no_setting(value, where):
+            problems.append(f"{where}.{key} must be a finite number (got {value!r})")
     return problems
+
+
+def _is_no_setting(value: float, where: str) -> bool:
+    """NaN sets nothing anywhere; an infinity may be a norm's order, but no rate, momentum or decay."""
+    return math.isnan(value) or (math.isinf(value) and where in ("optimizer", "scheduler"))
 
 
 def _hints(target: Any) -> dict[str, Any]:
@@ -259,6 +270,8 @@ def build(config: Config, folder: Path) -> SafeTrainer:
     if config.seed is not None:
         rng.seed_everything(config.seed)  # the weights are part of what a seed determines
     model = make(config.model, "model")
+    if not isinstance(model, nn.Module):
+        raise ConfigError([f"model._target_ must give a torch.nn.Module (got {type(model).__name__})"])
     loss_fn = make(config.loss, "loss") if config.loss else None
     task = _task(config, loss_fn)
     device = resolve_device(config.device)

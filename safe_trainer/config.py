@@ -107,6 +107,10 @@ def _at_least(bound: int) -> Callable[[Any], bool]:
     return lambda value: value >= bound
 
 
+def _within(least: int, most: int) -> Callable[[Any], bool]:
+    return lambda value: least <= value <= most
+
+
 def _positive(value: Any) -> bool:
     return math.isfinite(value) and value > 0  # false for NaN too
 
@@ -127,8 +131,8 @@ class LoaderConfig:
     def __post_init__(self) -> None:
         _hold(
             self,
-            ("batch_size", "at least 1", _at_least(1)),
-            ("eval_batch_size", "at least 1, or null", _at_least(1)),
+            ("batch_size", "at least 1, and at most 2**31", _within(1, 2**31)),
+            ("eval_batch_size", "at least 1, and at most 2**31, or null", _within(1, 2**31)),
             ("num_workers", "0 or more", _at_least(0)),
         )
 
@@ -154,6 +158,10 @@ class EarlyStoppingConfig:
         )
 
 
+CHECKS = ("summary", "data", "init", "wiring", "modes", "gradcheck", "overfit", "learning_rate", "short_run")
+"""Ids of the preflight's checks, in running order."""
+
+
 @dataclass(kw_only=True)
 class PreflightConfig:
     """The checks before the run. They come with a later version: until then a run starts without them."""
@@ -166,7 +174,11 @@ class PreflightConfig:
     """Seconds that all checks together may take."""
 
     def __post_init__(self) -> None:
-        _hold(self, ("budget_s", "greater than 0", _positive))
+        _hold(
+            self,
+            ("budget_s", "greater than 0", _positive),
+            ("checks", f"a list of {', '.join(CHECKS)}, or null", lambda names: set(names) <= set(CHECKS)),
+        )
 
 
 @dataclass(kw_only=True)
@@ -369,7 +381,7 @@ class Config:
     def __post_init__(self) -> None:
         _hold(
             self,
-            ("name", "a folder name without slashes", lambda value: value not in ("", ".", "..") and "/" not in value),
+            ("name", "a folder name without slashes and line breaks", _is_folder_name),
             ("seed", "from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63),
             ("max_epochs", "at least 1, or null", _at_least(1)),
             ("max_steps", "at least 1, or null", _at_least(1)),
@@ -467,8 +479,8 @@ def _parse_section(schema: Any, given: Mapping[str, Any], prefix: str, problems:
         elif is_dataclass(hints[key]):
             if isinstance(value, Mapping):
                 accepted[key] = _parse_section(hints[key], value, f"{name}.", problems)
-            elif value is not None:
-                problems.append(f"{name} must be a section with keys of its own (got {value!r})")
+            else:
+                problems.append(f"{name} must be a section with keys of its own (got {_as_yaml(value)})")
         else:
             try:
                 typed[key] = float(value) if _is_whole_for_float(value, hints[key]) else value
@@ -482,9 +494,17 @@ def _parse_section(schema: Any, given: Mapping[str, Any], prefix: str, problems:
         return schema()
 
 
+def _as_yaml(value: object) -> str:
+    return "null" if value is None else repr(value)
+
+
 def _is_whole_for_float(value: object, hint: Any) -> bool:
     """Whether `value` is an int for a union that has float in it: OmegaConf converts those only for a plain float."""
     return isinstance(value, int) and not isinstance(value, bool) and float in typing.get_args(hint)
+
+
+def _is_folder_name(name: str) -> bool:
+    return name not in ("", ".", "..") and "/" not in name and "\\" not in name and name.isprintable()
 
 
 def _describe(hint: Any) -> str:

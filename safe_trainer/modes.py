@@ -136,6 +136,8 @@ def config_of(config: Config) -> Config:
         ConfigError: there is none, or the run was started from a program of its own.
     """
     folder = Path(_path_of(config))
+    if not folder.exists():
+        raise ConfigError([f"path must be the folder of a run (got {folder}, which does not exist)"])
     file = (folder if folder.is_dir() else folder.parent.parent) / "config.yaml"
     try:
         values: Any = OmegaConf.to_container(OmegaConf.load(file))

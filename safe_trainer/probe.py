@@ -47,7 +47,7 @@ def loss_again(
     try:
         with rng.isolated():
             began.restore()
-            return float(loss())
+            return float(loss().detach())
     except Exception as error:
         log.debug("The batch could not be looked at again: %s: %s", type(error).__name__, error)
         return None

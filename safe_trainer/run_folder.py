@@ -69,8 +69,9 @@ def new_run_folder(base: Path, name: str) -> Path:
     Raises:
         ConfigError: the folder cannot be made.
     """
-    parent = Path(base).expanduser() / name
+    parent = Path(base) / name
     with _writing(parent):
+        parent = parent.expanduser()
         parent.mkdir(parents=True, exist_ok=True)
         start = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
         for number in count(1):
@@ -89,8 +90,9 @@ def use_run_folder(path: Path) -> Path:
     Raises:
         ConfigError: the folder cannot be made or written.
     """
-    folder = Path(path).expanduser()
+    folder = Path(path)
     with _writing(folder):
+        folder = folder.expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
@@ -109,7 +111,7 @@ def save_start(folder: Path, config: Mapping[str, Any] | DictConfig | Config, co
     environment = describe_environment(command)
     with _writing(folder):
         (folder / "config.yaml").write_text(
-            yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True), encoding="utf-8"
+            yaml.safe_dump(plain_config(config), sort_keys=False, allow_unicode=True), encoding="utf-8"
         )
         environment["earlier"] = _earlier_starts(folder / "environment.json")
         (folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
@@ -167,7 +169,7 @@ def mask_command(command: list[str]) -> list[str]:
     return masked
 
 
-def _plain(value: Any, name: str = "") -> Any:
+def plain_config(value: Any, name: str = "") -> Any:
     """`value` as YAML can hold it: enums as their words, paths and what else there is as text, secrets masked."""
     if isinstance(value, DictConfig):
         value = OmegaConf.to_container(value, resolve=True)
@@ -176,9 +178,9 @@ def _plain(value: Any, name: str = "") -> Any:
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, str(key)) for key, item in value.items()}
+        return {str(key): plain_config(item, str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple | set):
-        return [_plain(item, name) for item in value]
+        return [plain_config(item, name) for item in value]
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int | float):
@@ -221,8 +223,8 @@ def _writing(folder: Path) -> Iterator[None]:
     """Turn an error of the file system into a sentence for the user."""
     try:
         yield
-    except OSError as error:
-        reason = error.strerror or str(error)
+    except (OSError, RuntimeError) as error:  # a RuntimeError: ~ of a user without a home
+        reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
             [f"run_dir must be a folder that can be written (got {folder}: {reason}); name another by run_dir=FOLDER"]
         ) from error

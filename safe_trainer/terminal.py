@@ -265,7 +265,7 @@ def verdict(report: Report, sentence: str | None = None, console: Console | None
 def _print_verdict(report: Report, sentence: str, console: Console) -> None:
     worst = report.findings[0].severity if report.findings else Severity.info
     color = COLORS[worst] if worst is not Severity.info else "green"
-    console.print(Rule(style=color))
+    console.print(Rule(style=color, characters="-" if console.options.ascii_only else "─"))
     console.print(Text(literal(sentence), f"bold {color}"))
     if report.checks:
         console.print(Text(f"preflight: {_check_counts(report.checks)}"))

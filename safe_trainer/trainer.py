@@ -418,6 +418,8 @@ def resolve_device(choice: str) -> torch.device:
     try:
         device = torch.device(choice)
         torch.empty(1, device=device)
+        if device.type == "meta":
+            raise RuntimeError("it holds no numbers")
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError([f"device must be auto or one that is there (got {choice!r}: {reason})"]) from error

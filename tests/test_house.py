@@ -19,6 +19,9 @@ PRIVATE = re.compile(r"(?<![\w.])/" + "work" + r"\b|/tmp/" + "venv|\\.\\./" + "s
 pytestmark = pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="needs a checkout")
 
 
+HYDRA_FILES = ("safe_trainer/__main__.py", "safe_trainer/command_line.py", "safe_trainer/build.py")
+
+
 def files(*folders: str, suffixes: set[str]) -> list[Path]:
     """Files with these suffixes below the folders of the checkout; hidden folders and built things are left out."""
     found = []
@@ -72,7 +75,7 @@ def may_import(path: str, module: str) -> bool:
     if folder == "recipes":
         ours = within(module, "safe_trainer.utils", "safe_trainer.recipes")
         return ours or top not in ("safe_trainer", "hydra", "omegaconf")
-    return top != "hydra" or path in ("safe_trainer/__main__.py", "safe_trainer/build.py")
+    return top != "hydra" or path in HYDRA_FILES
 
 
 def wrong_imports(source: str, path: str) -> list[str]:

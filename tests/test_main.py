@@ -1,6 +1,7 @@
 """The command line: exit codes, all mistakes at once, runs, resume, evaluation and replay of a run."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from safe_trainer import __main__ as cli
+from safe_trainer import modes
 from safe_trainer.config import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -253,3 +255,117 @@ sys.argv = ["safe_trainer", "run_dir=here", "scheduler=none"]
 from safe_trainer.__main__ import main
 main()
 """
+
+
+# --- sweeps, folders of one's own, and what is refused ---------------------------------------------------------------
+
+
+def test_a_sweep_over_choices_of_a_group_trains_each(run, tmp_path):
+    code, _, err = run("--multirun", *QUICK, "optimizer=sgd,adamw", "hydra.sweep.dir=sweep")
+    assert code == 0, err
+    targets = [
+        path.read_text() for path in sorted((tmp_path / "sweep").rglob("config.yaml")) if ".hydra" not in str(path)
+    ]
+    assert len(targets) == 2
+    assert "torch.optim.SGD" in targets[0]
+    assert "torch.optim.AdamW" in targets[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentences"),
+    [
+        (["--multirun", "optimizer=sgd,adamww"], ["got 'adamww'); did you mean adamw"]),
+        (["--multirun", "max_epochs=abc", "foo=1", "optimizer.lr=0.1,0.2"], ["max_epochs must", "foo is not an option"]),
+        (["--multirun", "name=${name}"], ["name cannot be resolved"]),
+        (["--multirun", "run_dir=x", "optimizer.lr=0.1,0.2"], ["run_dir must not be given with --multirun"]),
+        (["--multirun", "resume=last", "optimizer.lr=0.1,0.2"], ["resume must not be given with --multirun"]),
+        (["--multirun", "mode=recipes"], ["--multirun needs mode=train"]),
+        (["optimizer=sgd,adamw"], ["names several values: add --multirun"]),
+        (["optimizer=5"], ["optimizer must be one of adam, adamw, sgd (got 5)"]),
+        (["optimizer=[a,b]"], ["optimizer must be one of adam, adamw, sgd"]),
+        (["+recipe=[digits,tabular]"], ["--multirun +recipe=a,b"]),
+        (["model=null", "max_epochs=abc", "foo=1"], ["model must be given", "max_epochs must be", "foo is", "resolved"]),
+        (["~optimizer"], ["optimizer must be given", "scheduler.max_lr cannot be resolved"]),
+        (["~max_epoch"], ["~max_epoch takes out what is not there", "did you mean max_epochs"]),
+        (["optimizer.lr=nan"], ["optimizer.lr must be a finite number (got nan)"]),
+        (["optimizer.momentum=inf"], ["optimizer.momentum must be a finite number (got inf)"]),
+        (["optimizer.lr=1e400"], ["optimizer.lr must be a finite number (got inf)"]),
+        (["model._args_=5"], ["model._args_ must be a list"]),
+        (["loader.batch_size=100000000000000000000"], ["loader.batch_size must be at least 1, and at most"]),
+        (["model={_target_: builtins.dict}"], ["model._target_ must give a torch.nn.Module (got dict)"]),
+        (["device=meta"], ["device must be auto or one that is there"]),
+        (["run_dir='~nobody_at_all/x'"], ["run_dir must be a folder that can be written"]),
+        (["preflight.checks=[1,2]"], ["preflight.checks must be a list of summary, data"]),
+        (["loader=null", "guard=null"], ["loader must be a section", "guard must be a section"]),
+        (["mode=evaluate", "path=nope"], ["got nope, which does not exist"]),
+        (["--config-dir", "nope", "+recipe=mine"], ["--config-dir must be a folder (got 'nope'"]),
+    ],
+)  # fmt: skip
+def test_a_mistake_on_the_command_line_is_told_in_sentences(words, sentences, run):
+    code, _, err = run(*words)
+    assert code == 2, err
+    assert "Traceback" not in err
+    for sentence in sentences:
+        assert sentence in err
+
+
+@pytest.mark.parametrize("name", ["plain", "d é x", "it's #1", "a,b=c", "[x] {y}", "back\\slash"])
+def test_a_folder_of_recipes_may_have_any_name(name, run, tmp_path):
+    (tmp_path / name / "recipe").mkdir(parents=True)
+    (tmp_path / name / "recipe" / "mine.yaml").write_text("# @package _global_\nmax_epochs: 1\nname: mine\n")
+    code, _, err = run("--config-dir", name, "+recipe=mine", *QUICK, "run_dir=here")
+    assert code == 0, err
+    assert "name: mine" in (tmp_path / "here" / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "# @package _global_\na: [1\nb: 2\n",
+            "must be YAML: expected ',' or ']', but got ':' (got line 3, column 2 of",
+        ),
+        ("max_epochs: 1\n", "must begin with the line `# @package _global_`"),
+        ("# @package _global_\ndefaults:\n  - override /optimizer: sgdd\n", "'optimizer/sgdd' Available options"),
+    ],
+)
+def test_a_recipe_that_cannot_be_read_is_told(text, sentence, run, tmp_path):
+    (tmp_path / "own" / "recipe").mkdir(parents=True)
+    (tmp_path / "own" / "recipe" / "mine.yaml").write_text(text)
+    code, _, err = run("--config-dir", "own", "+recipe=mine")
+    assert code == 2
+    assert sentence in err
+    assert "Traceback" not in err
+
+
+def test_a_module_that_ends_the_process_when_imported_is_told(run, tmp_path):
+    (tmp_path / "a_script_that_ends.py").write_text("import sys\nsys.exit(0)\n")
+    code, _, err = run("model._target_=a_script_that_ends.Model")
+    assert code == 2
+    assert "importing a_script_that_ends raised SystemExit" in err
+
+
+def test_the_whole_configuration_can_be_printed(run):
+    code, out, _ = run("--cfg", "job", "max_epochs=3")
+    assert code == 0
+    shown = yaml.safe_load(out)
+    assert shown["max_epochs"] == 3
+    assert shown["guard"]["nonfinite"] == "stop"  # an option that no YAML names
+
+
+def test_a_terminal_without_the_signs_still_gets_the_verdict(tmp_path):
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "safe_trainer", "limit_train_batches=2", "limit_val_batches=1", "max_epochs=1",
+         "name='é'"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert "nothing was found wrong" in done.stdout
+    assert "folder" in done.stdout
+
+
+def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):
+    with modes.log_file(tmp_path / "gone" / "train.log"):
+        logging.getLogger("safe_trainer").warning("a word")
+    assert not (tmp_path / "gone").exists()

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import safe_trainer.conf
-from safe_trainer.__main__ import checked, composed, conf_folders, options, readable_overrides
+from safe_trainer.__main__ import checked
 from safe_trainer.build import build
+from safe_trainer.command_line import composed, conf_folders, options, readable_overrides
 
 CONF = Path(safe_trainer.conf.__path__[0])
 GROUPS = ("model", "data", "loss", "task", "optimizer", "scheduler", "metrics", "logger", "recipe")
