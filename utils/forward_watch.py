@@ -10,7 +10,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -73,6 +73,8 @@ class ForwardWatch:
         self._last_input: int | None = None
         self._trained_on: int | None = None
         self._left: set[str] | None = None
+        self._known_codes: set[CodeType] = set()
+        """Functions that a training forward runs in."""
         self._evaluated = False
         self._tokens: list[tuple[int, int, bool, weakref.ref[_Token]]] = []
         self._tied = 0
@@ -122,14 +124,10 @@ class ForwardWatch:
         assert look is not None
         look.forwards += 1
         self._tie(output)
-        modes = {name: part.training for name, part in self.model.named_modules()}
-        if not self.first_modes:
-            self.first_modes = modes
-            if not any(modes.values()):
-                self.record.started_in_eval = sensitive_layers(self.model, active=False)
-        look.in_eval = not module.training and (look.in_eval or look.forwards == 1)
-        left = {name for name, training in modes.items() if not training and self.first_modes.get(name)}
-        self._left = left if self._left is None else self._left & left
+        in_eval = {name for name, part in self.model.named_modules() if not part.training}
+        self._left = in_eval if self._left is None else self._left & in_eval
+        if not self._known_codes:
+            self._known_codes = {frame.f_code for frame in _frames()}
 
     def _tie(self, output: Any) -> None:
         """Tie a token to the graph of this output."""
@@ -158,7 +156,7 @@ class ForwardWatch:
         layers = sensitive_layers(self.model, active=True)
         if not layers:
             return
-        function, place = _caller()
+        function, place = _caller(self._known_codes)
         self._episode = Episode(
             step=self.record.steps, function=function, source=place, layers=layers, declared=self.declared,
             inside=self.inside, repeated=again and self.inside,
@@ -200,7 +198,8 @@ class ForwardWatch:
         if self._episode is not None:
             self.end_episode()
         if self.look is not None:
-            self.look.left = self._topmost(self._left or set())
+            if self._left is not None:
+                self._judge_modes(self.look, self._left)
             self.look = None
         self.inside = False
 
@@ -221,6 +220,14 @@ class ForwardWatch:
         if len(alive) > GROUPS:
             newest = sorted(alive)[-GROUPS:][0]
             self._tokens = [entry for entry in self._tokens if entry[0] >= newest]
+
+    def _judge_modes(self, look: Look, in_eval: set[str]) -> None:
+        """Compare the modules that were in eval in all forwards of this step with those of the first."""
+        if not self.first_modes:
+            self.first_modes = {name: name not in in_eval for name, _ in self.model.named_modules()}
+            if not any(self.first_modes.values()):
+                self.record.started_in_eval = sensitive_layers(self.model, active=False)
+        look.left = self._topmost({name for name in in_eval if self.first_modes.get(name)})
 
     def _topmost(self, left: set[str]) -> list[str]:
         """Of these modules the outermost that hold both weights that learn and layers to which the mode matters."""
@@ -265,25 +272,35 @@ def sensitive_layers(module: nn.Module, *, active: bool) -> list[str]:
     return [f"{name} ({kind})" for kind, name in found.items()]
 
 
-def _caller() -> tuple[str, str | None]:
-    """The user's function that called the model from outside of any module, and the line."""
+def _frames() -> Iterator[FrameType]:
+    """The stack of the caller, from the inside out."""
     frame: FrameType | None = sys._getframe(1)
-    found: FrameType | None = None
-    within = True
     while frame is not None:
-        if frame.f_code.co_name == "_call_impl" and isinstance(frame.f_locals.get("self"), nn.Module):
-            found, within = None, False  # all so far ran within a module
-        elif not within and found is None and owner(frame.f_code.co_filename) == "user":
-            found = frame
+        yield frame
         frame = frame.f_back
-    if found is None:
+
+
+def _caller(known: set[CodeType]) -> tuple[str, str | None]:
+    """The user's function that had the model called from outside of any module, and the line.
+
+    Args:
+        known: functions that training runs in as well: a shared one that computes the loss says little.
+    """
+    found: list[FrameType] = []
+    within = True
+    for frame in _frames():
+        if frame.f_code.co_name == "_call_impl" and isinstance(frame.f_locals.get("self"), nn.Module):
+            found, within = [], False  # all so far ran within a module
+        elif not within and owner(frame.f_code.co_filename) == "user":
+            found.append(frame)
+    if not found:
         return "?", None
-    return _named(found), str(Place(found.f_code.co_filename, found.f_lineno, found.f_code.co_name))
+    chosen = next((frame for frame in found if _whole(frame).f_code not in known), found[0])
+    return _whole(chosen).f_code.co_name, str(Place(chosen.f_code.co_filename, chosen.f_lineno, ""))
 
 
-def _named(frame: FrameType) -> str:
-    """The name of the function, not of a comprehension or lambda in it."""
-    current: FrameType | None = frame
-    while current is not None and current.f_code.co_name.startswith("<") and current.f_code.co_name != "<module>":
-        current = current.f_back
-    return "?" if current is None else current.f_code.co_name
+def _whole(frame: FrameType) -> FrameType:
+    """The function, where the frame is a comprehension or a lambda in it."""
+    while frame.f_code.co_name.startswith("<") and frame.f_code.co_name != "<module>" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame

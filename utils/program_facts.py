@@ -219,7 +219,9 @@ class ProgramFacts:
 
     def _read_schedulers(self) -> None:
         groups = {id(group) for optimizer in self.optimizers for group in optimizer.param_groups}
-        self.record.schedulers = [_scheduler_facts(scheduler, groups) for scheduler in self.schedulers]
+        self.record.schedulers = [
+            _scheduler_facts(scheduler, groups, self.record.steps) for scheduler in self.schedulers
+        ]
 
     # --- what a checkpoint keeps -----------------------------------------------------------------------------------
 
@@ -264,12 +266,13 @@ def _optimizer_facts(optimizer: Optimizer) -> OptimizerFacts:
     )
 
 
-def _scheduler_facts(scheduler: Any, groups: set[int]) -> SchedulerFacts:
+def _scheduler_facts(scheduler: Any, groups: set[int], step: int) -> SchedulerFacts:
     theirs = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
     facts = SchedulerFacts(
         kind=type(scheduler).__name__,
         bound=theirs is None or any(id(group) in groups for group in theirs),
         count=int(getattr(scheduler, "last_epoch", 0) or 0),
+        seen_at=step,
     )
     horizon = getattr(scheduler, "T_max", None) or getattr(scheduler, "total_steps", None)
     facts.horizon = int(horizon) if isinstance(horizon, int | float) else None

@@ -64,7 +64,9 @@ class SchedulerFacts:
     bound: bool = True
     """Whether it moves the rate of an optimizer of this run."""
     count: int = 0
-    """How often it was stepped."""
+    """How often it had been stepped."""
+    seen_at: int = 0
+    """Training step in which it was asked."""
     horizon: int | None = None
     """Its T_max or total_steps."""
     last_milestone: int | None = None
@@ -99,8 +101,6 @@ class Look:
     """Calls of the model with gradients, within the step."""
     left: list[str] = field(default_factory=list)
     """Modules that were in training mode at the first look, and in all forwards of this step are in eval."""
-    in_eval: bool = False
-    """Whether the model as a whole was in eval in all forwards of the step."""
     graphs: int = 0
     """Earlier steps that were looked at, behind which optimizers have moved twice."""
     graphs_alive: int = 0

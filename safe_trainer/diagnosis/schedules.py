@@ -68,13 +68,13 @@ def rate_is_gone(record: Record, plan: Plan) -> Iterator[Finding]:
 
 def _why_gone(record: Record) -> str:
     for scheduler in record.schedulers:
-        often = "each batch" if _each_batch(record, scheduler) else f"{scheduler.count} times in {record.steps} steps"
+        often = "each batch" if _each_batch(scheduler) else f"{scheduler.count} times in {scheduler.seen_at} steps"
         return f"the {scheduler.kind} is stepped {often}, and has taken the rate to nothing"
     return "a scheduler is stepped more often than its numbers mean, or multiplies by zero"
 
 
-def _each_batch(record: Record, scheduler: SchedulerFacts) -> bool:
-    return record.steps >= 10 and scheduler.count >= STEP_BY_STEP * record.steps
+def _each_batch(scheduler: SchedulerFacts) -> bool:
+    return scheduler.seen_at >= 10 and scheduler.count >= STEP_BY_STEP * (scheduler.seen_at - 1)
 
 
 def decayed_too_early(record: Record, plan: Plan) -> Iterator[Finding]:
@@ -86,7 +86,7 @@ def decayed_too_early(record: Record, plan: Plan) -> Iterator[Finding]:
         last, left = scheduler.last_milestone, scheduler.decay
         if last is None or left is None or left > LITTLE_LEFT or record.low_since is not None:
             continue
-        if _each_batch(record, scheduler) and last <= min(epoch, 0.15 * planned) and record.steps >= last + epoch:
+        if _each_batch(scheduler) and last <= min(epoch, 0.15 * planned) and record.steps >= last + epoch:
             yield found(
                 FAULT,
                 Severity.warning,
@@ -106,7 +106,7 @@ def cycles_within_an_epoch(record: Record, plan: Plan) -> Iterator[Finding]:
         period, epoch = scheduler.horizon, plan.epoch_length
         if scheduler.kind != "CosineAnnealingLR" or not period or epoch is None or 2 * period > epoch:
             continue
-        if _each_batch(record, scheduler) and scheduler.count >= 6 * period:
+        if _each_batch(scheduler) and scheduler.count >= 6 * period:
             yield found(
                 FAULT,
                 Severity.warning,
@@ -128,7 +128,7 @@ def schedule_never_runs(record: Record, plan: Plan) -> Iterator[Finding]:
         total = scheduler.horizon
         if scheduler.kind != "OneCycleLR" or not total or scheduler.count < 3:
             continue
-        each_epoch = abs(scheduler.count - record.steps / epoch) <= 1.5
+        each_epoch = abs(scheduler.count - scheduler.seen_at / epoch) <= 1.5
         if each_epoch and total > 5 * (planned / epoch):
             yield found(
                 FAULT,
