@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -21,7 +21,7 @@ from safe_trainer.utils.measures import floats
 from safe_trainer.utils.program_record import Episode, Look, Record
 from safe_trainer.utils.source_lines import Place, owner
 
-__all__ = ["ForwardWatch", "sensitive_layers"]
+__all__ = ["ForwardWatch", "OwnHook", "sensitive_layers"]
 
 EPISODES = 32
 """Episodes kept: what 32 of them do not show, the next will not."""
@@ -36,13 +36,13 @@ class _Token:
     __slots__ = ("__weakref__",)
 
 
-class _Hook:
-    """The hook itself. A copy or a pickle of the model must not take this run's objects with it."""
+class OwnHook:
+    """A forward hook. A copy or a pickle of the model does not take it along, nor what it belongs to."""
 
-    def __init__(self, watch: ForwardWatch) -> None:
-        self._call = watch.called
+    def __init__(self, call: Callable[[nn.Module, Any, Any], None]) -> None:
+        self._call = call
 
-    def __call__(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+    def __call__(self, module: nn.Module, arguments: Any, output: Any) -> None:
         self._call(module, arguments, output)
 
     def __deepcopy__(self, _: Any) -> Any:
@@ -86,7 +86,7 @@ class ForwardWatch:
             entries = [
                 part for entry in entries for part in (entry.children() if _is_container(entry) else [entry])
             ]  # fmt: skip
-        hook = _Hook(self)
+        hook = OwnHook(self.called)
         self._handles = [entry.register_forward_hook(hook) for entry in entries]
 
     def detach(self) -> None:
@@ -135,7 +135,8 @@ class ForwardWatch:
         if node is None:
             return
         token = _Token()
-        node.metadata[_KEY] = token
+        notes: Any = node.metadata  # torch's stubs take it for a method
+        notes[_KEY] = token
         self._tokens.append((self.record.steps, self.moves, self.inside, weakref.ref(token)))
         if not self.inside or self.declared:
             self._tied = self.record.steps  # one a visit is enough: evaluations are long

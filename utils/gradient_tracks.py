@@ -33,10 +33,9 @@ class _Track:
         self.moved_since = False
         self.dirty = False
         """Whether what the optimizer has used was added to, and is still in the gradient."""
-        self.amount: Tensor | None = None
         self.handles: list[Any] = [
             parameter.register_hook(self.before),  # type: ignore[no-untyped-call]
-            parameter.register_post_accumulate_grad_hook(self.after),
+            parameter.register_post_accumulate_grad_hook(self.after),  # type: ignore[no-untyped-call]
         ]
 
     def intact(self) -> bool:
@@ -50,7 +49,8 @@ class _Track:
             return
         intact = self.intact()
         if self.used:
-            self.dirty, self.used = intact, False
+            # waits for the device, and only on suspicion: to add to a gradient of zeros does no harm
+            self.dirty, self.used = intact and not _is_empty(self.parameter.grad), False
         elif not intact:
             self.dirty = False
             if not self.moved_since and _is_empty(self.parameter.grad):
@@ -68,13 +68,8 @@ class _Track:
 
     def moved(self) -> bool:
         """The optimizer has used the gradient; whether a part of it had been used before."""
-        gradient, again = self.parameter.grad, False
-        if self.dirty and gradient is not None and self.seen is not None and self.seen[0]() is gradient:
-            again = self.amount is not None and bool(self.amount > 0)  # waits for the device, and only on suspicion
-        values = None if gradient is None else gradient.detach()
-        if values is not None:
-            values = values.coalesce().values() if values.is_sparse else values
-            self.amount = values.abs().max() if values.numel() else None
+        gradient = self.parameter.grad
+        again = self.dirty and gradient is not None and self.seen is not None and self.seen[0]() is gradient
         self.note()
         self.used, self.dirty = gradient is not None, False
         return again

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from safe_trainer.utils.forward_watch import OwnHook
+from safe_trainer.utils.measured_step import norms
 from safe_trainer.utils.measures import plain
 from safe_trainer.utils.program_record import Look, ParameterFacts, Record
 
@@ -81,12 +83,13 @@ class ProgramLook:
         for name, parameter in self.parameters.items():
             if parameter.requires_grad and parameter.is_leaf:
                 hook = partial(self._gradient, name)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
         for optimizer in self.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
         for path, module in self._suspects():
-            self._handles.append(module.register_forward_hook(partial(self._called, path)))
+            self._handles.append(module.register_forward_hook(OwnHook(partial(self._called, path))))
         self._compare()
 
     def detach(self) -> None:
@@ -98,11 +101,10 @@ class ProgramLook:
         held = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
         known = self.record.parameters
         for name, parameter in self.parameters.items():
-            facts = known.get(name)
-            if facts is None:
+            if name not in known:
                 dtype = str(parameter.dtype).removeprefix("torch.")
-                facts = known[name] = ParameterFacts(name, list(parameter.shape), dtype)
-            facts.trainable, facts.held = parameter.requires_grad, id(parameter) in held
+                known[name] = ParameterFacts(name, list(parameter.shape), dtype)
+            known[name].trainable, known[name].held = parameter.requires_grad, id(parameter) in held
         for facts, optimizer in zip(self.record.optimizers, self.optimizers, strict=True):
             theirs = [p for group in optimizer.param_groups for p in group["params"]]
             facts.known = sum(id(p) in self.names for p in theirs)
@@ -165,6 +167,7 @@ class ProgramLook:
     def _take(self, optimizer: Optimizer) -> None:
         """The gradients that the optimizer uses."""
         self._seen_strangers(optimizer)
+        gradients: dict[str, Tensor] = {}
         for name, parameter in self._held(optimizer):
             if parameter.grad is None:
                 continue
@@ -172,11 +175,12 @@ class ProgramLook:
             gradient = plain(parameter.grad)
             if gradient is None:
                 continue
-            self._used[name] = _norm(gradient)
+            gradients[name] = gradient
             touched = self.weights.touched.get(name)
             if touched is not None:
                 sample = _sampled(gradient) != 0
                 self.weights.touched[name] = touched.to(sample.device).logical_or(sample)
+        self._used.update(zip(gradients, norms(list(gradients.values())), strict=True) if gradients else ())
 
     def _seen_strangers(self, optimizer: Optimizer) -> None:
         facts = self.record.optimizers[list(map(id, self.optimizers)).index(id(optimizer))]
@@ -267,7 +271,8 @@ class _Numbers:
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.itemsize < 4 else None)
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.itemsize < 4 else None)
+    return norm
 
 
 def _length(parts: Any) -> float | None:
