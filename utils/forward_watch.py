@@ -56,7 +56,8 @@ class ForwardWatch:
     """Fills the record with what the calls of a model show. `attach` before the run, `detach` after it."""
 
     def __init__(self, model: nn.Module, record: Record) -> None:
-        self.model, self.record = model, record
+        self.entry, self.record = model, record
+        self.model = getattr(model, "_orig_mod", model)  # of a compiled model, whose hook must stay outside
         self.inside = False
         """Whether a training step is open."""
         self.declared = False
@@ -81,7 +82,7 @@ class ForwardWatch:
 
     def attach(self) -> None:
         """Hook on; a model that is only a container of others is watched at those."""
-        entries = [self.model]
+        entries = [self.entry]
         while any(_is_container(entry) for entry in entries):
             entries = [
                 part for entry in entries for part in (entry.children() if _is_container(entry) else [entry])
@@ -109,7 +110,7 @@ class ForwardWatch:
                 self._training(module, output)
             elif not self.inside and self._tied != self.record.steps:
                 self._tie(output)
-        elif module.training:
+        elif getattr(module, "_orig_mod", module).training:
             self._evaluation(arguments)
             if self.declared and torch.is_grad_enabled() and self._tied != self.record.steps:
                 self._tie(output)

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from safe_trainer.utils.forward_watch import ForwardWatch
 from safe_trainer.utils.gradient_tracks import GradientTracks
+from safe_trainer.utils.measured_step import compiled
 from safe_trainer.utils.program_look import ProgramLook, Weights
 from safe_trainer.utils.program_record import Look, OptimizerFacts, Record, SchedulerFacts
 
@@ -89,7 +90,8 @@ class ProgramFacts:
         self.optimizers, self.schedulers = list(optimizers), [s for s in schedulers if s is not None]
         self.every, self.first = every, first
         self.record = Record(optimizers=[_optimizer_facts(optimizer) for optimizer in optimizers])
-        self.forwards = ForwardWatch(self.model, self.record)
+        self._compiled = compiled(model)
+        self.forwards = ForwardWatch(model, self.record)
         self._tracks = GradientTracks(self._again, self._thrown, self._complete)
         self._weights = Weights()
         self._handles: list[Any] = []
@@ -157,7 +159,7 @@ class ProgramFacts:
             self.__enter__()
         look = Look(step=step, rate=self.record.rate)
         self._begin(look)
-        watch = ProgramLook(self.model, self.optimizers, self.record, look, self._weights)
+        watch = ProgramLook(self.model, self.optimizers, self.record, look, self._weights, self._compiled)
         self._open = True
         try:
             watch.attach()

@@ -56,7 +56,13 @@ class ProgramLook:
     """Hooks for one step: `attach` before it, `finish` after it, `detach` come what may."""
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], record: Record, look: Look, weights: Weights
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        record: Record,
+        look: Look,
+        weights: Weights,
+        compiled: bool = False,
     ) -> None:
         self.model, self.optimizers, self.record, self.look, self.weights = model, optimizers, record, look, weights
         self.parameters = {
@@ -65,6 +71,7 @@ class ProgramLook:
             if not isinstance(parameter, nn.parameter.UninitializedParameter)
         }
         self.names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self._compiled = compiled
         self._handles: list[Any] = []
         self._arrived: dict[str, Tensor | None] = {}
         self._used: dict[str, Tensor] = {}
@@ -111,7 +118,9 @@ class ProgramLook:
             facts.strangers = len(theirs) - facts.known
 
     def _suspects(self) -> list[tuple[str, nn.Module]]:
-        """Modules of their own weights that no gradient has reached so far."""
+        """Modules of their own weights that no gradient has reached so far; compiled ones must get no new hooks."""
+        if self._compiled:
+            return []
         paths = {
             name.rpartition(".")[0]
             for name, facts in self.record.parameters.items()

@@ -64,7 +64,8 @@ def evaluation_in_training_mode(record: Record, plan: Plan) -> Iterator[Finding]
     Legal, and passed over: one input put in again and again (Monte Carlo dropout), a forward in eval in the same
     evaluation (BatchNorm measured anew), a teacher's or a generator's forward before the optimizer moves, the batch
     just trained on.
-    Where nobody said that it is an evaluation, a single generator's sample or several optimizers prove nothing either.
+    Where nobody said that it is an evaluation, single calls (as for a generator's samples) or several optimizers prove
+    nothing.
     """
     episodes = [episode for episode in record.episodes if not episode.repeated]
     declared = [episode for episode in episodes if episode.declared]
@@ -103,9 +104,7 @@ def _looks_like_evaluation(record: Record, episodes: Sequence[Episode]) -> bool:
     if record.evaluates or len(record.optimizers) != 1 or not record.last_move:
         return False
     several = [episode for episode in episodes if episode.count >= 2]
-    if not several:
-        return len({e.function for e in episodes}) == 1 and len(episodes) >= 3 and _seldom(episodes)
-    return len(several) == 1 or _seldom(several)
+    return len(several) == 1 or (len(several) > 1 and _seldom(several))
 
 
 def _seldom(episodes: Sequence[Episode]) -> bool:

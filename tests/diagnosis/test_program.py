@@ -431,6 +431,17 @@ def test_a_teacher_monte_carlo_dropout_and_the_training_accuracy_are_legal():
     assert program.findings(step=step, after=samples) == []
 
 
+def test_a_generators_samples_now_and_then_are_legal():
+    program, noise = Program("mlp"), torch.randn(4, 8)
+
+    def samples(number, facts):
+        if number % 4 == 0:
+            with torch.no_grad():
+                program.model(noise)
+
+    assert program.findings(after=samples, steps=60) == []
+
+
 def test_measuring_batchnorm_anew_is_legal():
     program = Program("cnn")
 
