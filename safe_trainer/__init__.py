@@ -11,6 +11,7 @@ from safe_trainer.config import Config, ConfigError
 from safe_trainer.explain import explain
 from safe_trainer.findings import CheckResult, Finding, Report, SafetyError, Severity, Status
 from safe_trainer.trainer import SafeTrainer
+from safe_trainer.watch import watch
 
 __all__ = [
     "CheckResult",
@@ -23,4 +24,5 @@ __all__ = [
     "Severity",
     "Status",
     "explain",
+    "watch",
 ]

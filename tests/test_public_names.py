@@ -16,6 +16,7 @@ PUBLIC = {
     "Severity",
     "Status",
     "explain",
+    "watch",
 }
 HEAVY = ("hydra", "sklearn", "torchvision", "matplotlib", "plotly", "tensorboard", "torchmetrics", "jinja2")
 
