@@ -234,7 +234,7 @@ def composed(overrides: list[str], config_dir: str | None) -> DictConfig:
 
 
 def _escaped(text: str) -> str:
-    """A text within single quotes, as Hydra's grammar wants it: there a backslash means something before a quote only."""
+    """A text within single quotes, as Hydra wants it: a backslash means something there before a quote only."""
     return re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
 
 

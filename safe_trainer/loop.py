@@ -6,6 +6,7 @@ Touches the model, the optimizer, the scheduler and the average of the weights; 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,6 +38,7 @@ from safe_trainer.untouched import untouched
 from safe_trainer.utils import rng
 from safe_trainer.utils.anomaly import AnomalyDetector, raised_by_anomaly_mode
 from safe_trainer.utils.monitors import Monitors
+from safe_trainer.utils.program_facts import RATE_EVERY, ProgramFacts
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +103,7 @@ class Loop:
         guard: Guard,
         anomaly: AnomalyDetector,
         monitors: Monitors,
+        facts: ProgramFacts,
         setting: Setting,
         output: Output,
         checkpoints: Checkpoints | None,
@@ -120,7 +123,7 @@ class Loop:
         self.early_stopping = EarlyStopping(config.early_stopping)
         self.figures: dict[str, float] = {}
         self.findings: list[Finding] = []
-        self.monitors, self.setting = monitors, setting
+        self.monitors, self.facts, self.setting = monitors, facts, setting
         self.diagnosis = Diagnosis(opposed=len(guard.optimizers) > 1)
         self.probes: list[Probe] = []
         self.evaluations: list[dict[str, float]] = []
@@ -139,6 +142,8 @@ class Loop:
     def fit(self) -> None:
         """Train until the steps are done, a fault ends the run, or the run no longer gets better."""
         handles = self.guard.install_gate() if self.needs_gate() else []
+        if self.train_step is not None:
+            self.facts.__enter__()  # a step of ours does nothing behind the looks' back
         try:
             while not self.is_done():
                 batches = self.batches_of_epoch()
@@ -149,6 +154,8 @@ class Loop:
                     self.output.advance(self.position.step, self.position.epoch)
                     if self.position.step % self.config.log_every == 0:
                         self.write_row()
+                    elif self.facts.due(self.position.step):
+                        self.diagnose()
                     is_last = self.position.step == self.config.max_steps
                     if self.is_checkpoint_due() and not (is_last or self.epoch_is_over):  # `end_epoch` writes one
                         self.save()
@@ -158,6 +165,7 @@ class Loop:
                         break
                 self.end_epoch()
         finally:
+            self.facts.__exit__()
             for handle in handles:
                 handle.remove()
             self.optimizer.__dict__.pop("found_inf", None)
@@ -256,7 +264,14 @@ class Loop:
 
     def any_step(self, batch: Any) -> dict[str, Tensor | float]:
         """The user's own step, or ours."""
-        return self.step_of_user(batch) if self.train_step else self.step(batch)
+        step = self.position.step
+        if self.train_step is not None:
+            with self.facts.looking(step):
+                return self.step_of_user(batch)
+        if self.facts.due(step) or step % RATE_EVERY == 0:
+            with self.facts.looking(step):
+                return self.step(batch)
+        return self.step(batch)
 
     def is_measured(self) -> bool:
         """Whether the monitors look at this batch; under accumulation at the group's last, which moves the weights."""
@@ -284,10 +299,17 @@ class Loop:
         self.history.gather()
         if not probe.is_wanted([*self.history.columns["loss"], before]):
             return
-        after = probe.loss_again(lambda: self.loss_without_step(batch), began, self.model, self.task)
+        with self.not_counted():
+            after = probe.loss_again(lambda: self.loss_without_step(batch), began, self.model, self.task)
         if after is None:
             return
         self.probes.append(Probe(step=self.position.step, before=before, after=after))
+
+    @contextlib.contextmanager
+    def not_counted(self) -> Iterator[None]:
+        """What the body runs is no step of the program: a replay, a probe."""
+        with self.anomaly.suspended(), self.facts.paused():
+            yield
 
     def loss_scale(self) -> Tensor | float | None:
         """What the loss is multiplied by before backward, by our scaler or by one that the user's step holds."""
@@ -299,7 +321,7 @@ class Loop:
     def eager_pass(self, batch: Any, began: rng.Snapshot) -> None:
         """Forward and backward uncompiled, for the monitors; undone."""
         group = self.group.weight, self.group.size
-        with self.anomaly.suspended(), untouched(self.model, self.guard.optimizers):
+        with self.not_counted(), untouched(self.model, self.guard.optimizers):
             self.again(batch)
         self.group.weight, self.group.size = group
         began.restore()
@@ -497,7 +519,8 @@ class Loop:
             self.blow(attempt, train_step)
         else:
             if self.anomaly.check_nan:  # without a scaler in sight, whose overflows are normal
-                self.guard.look_at_waiting(attempt, train_step)
+                with self.facts.paused():
+                    self.guard.look_at_waiting(attempt, train_step)
             self.commit()
             self.guard.passed(attempt.step)
         return {"loss": loss, "lr": rate}
@@ -508,7 +531,8 @@ class Loop:
         """The fuse has blown: undo the step, replay it, and do what the policy says."""
         self.group.batches = 0
         self.monitors.drop()
-        with self.anomaly.suspended():
+        self.facts.drop()
+        with self.not_counted():
             finding, action = self.guard.trip(attempt, replay, error=error)
         scaler = self.precision.scaler
         if scaler is not None:
@@ -559,17 +583,21 @@ class Loop:
 
     def diagnose(self) -> None:
         """Let the rules look at what the history has gained; an update of what was told before is not told again."""
+        self.history.gather()
         evidence = Evidence(
             setting=self.setting,
             columns=self.history.columns,
             measurements=self.monitors.history,
             probes=self.probes,
             evaluations=self.evaluations,
+            program=self.facts.record,
             ended=self.is_done(),
         )
         for finding in self.diagnosis.feed(evidence):
             if take_in(self.findings, finding):
                 self.output.finding(finding)
+            if finding.severity is Severity.error and self.config.on_fault is OnFault.stop:
+                self.stopped = f"{finding.fault} in step {self.position.step}"
 
     def is_checkpoint_due(self) -> bool:
         """Whether checkpoint.every_steps asks for one now, at the end of a group."""

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NEEDED = frozenset({"position", "model", "optimizers", "generators", "loader", "history"})
+NEEDED = frozenset({
+    "position", "model", "optimizers", "generators", "loader", "history", "diagnosis", "monitors", "facts",
+})  # fmt: skip
 """What a state must hold for a run to go on from it."""
 
 
@@ -38,6 +40,7 @@ def state_of(loop: Loop) -> dict[str, Any]:
         "history": loop.history.state_dict(),
         "diagnosis": loop.diagnosis.state_dict(),
         "monitors": loop.monitors.state_dict(),
+        "facts": loop.facts.state_dict(),
         "probes": [asdict(entry) for entry in loop.probes],
         "evaluations": [dict(entry) for entry in loop.evaluations],
         "figures": dict(loop.figures),
@@ -73,6 +76,7 @@ def restore(loop: Loop, state: Mapping[str, Any]) -> None:
     loop.history.load_state_dict(state["history"])
     loop.diagnosis.load_state_dict(state["diagnosis"])
     loop.monitors.load_state_dict(state["monitors"])
+    loop.facts.load_state_dict(state["facts"])
     loop.probes = [Probe(**entry) for entry in state["probes"]]
     loop.evaluations = [dict(entry) for entry in state["evaluations"]]
     for finding in loop.diagnosis.findings:

@@ -5,6 +5,7 @@ Touches the model (device, mode, weights), the optimizers and the run's folder.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,14 +21,14 @@ from safe_trainer.arguments import problems_of
 from safe_trainer.checkpoint import Checkpoints, infinite_tensors, state_differences
 from safe_trainer.config import Config, ConfigError, parse
 from safe_trainer.data import length_of
-from safe_trainer.diagnosis import Setting
+from safe_trainer.diagnosis import setting_of
 from safe_trainer.ema import Average
 from safe_trainer.evaluation import evaluate
 from safe_trainer.findings import CheckResult, Finding, Report, SafetyError, Severity
 from safe_trainer.guard import Guard, reachable_scalers, strangers, without_update
 from safe_trainer.loggers import JsonLines, TensorBoard
 from safe_trainer.loggers.sink import Sink
-from safe_trainer.loop import DEFAULT_EPOCHS, Loop, TrainStep
+from safe_trainer.loop import DEFAULT_EPOCHS, Loop, TrainStep, batches_in_epoch
 from safe_trainer.nonfinite import circumstances_of, finding_from_trace, load_attempt
 from safe_trainer.output import Output
 from safe_trainer.precision import Precision
@@ -41,6 +42,7 @@ from safe_trainer.untouched import untouched
 from safe_trainer.utils import rng, tracer
 from safe_trainer.utils.anomaly import AnomalyDetector
 from safe_trainer.utils.monitors import Monitors
+from safe_trainer.utils.program_facts import ProgramFacts
 
 log = logging.getLogger(__name__)
 
@@ -163,11 +165,13 @@ class SafeTrainer:
         if self.val_loader is None or self.config.limit_val_batches == 0:
             return {}
         if self.eval_step is not None:
-            with rng.isolated():
+            facts = contextlib.nullcontext() if self.loop is None else self.loop.facts.evaluating()
+            with rng.isolated(), facts:
                 return {"val/loss": float(self.eval_step(self.model, self.loss_fn, self.val_loader))}
         if self.given_task is None and self.loss_fn is None:
             return {}  # a step of the user's own says nothing about how to judge a batch
-        return self._evaluated(self.val_loader, "val")
+        with contextlib.nullcontext() if self.loop is None else self.loop.facts.paused():
+            return self._evaluated(self.val_loader, "val")
 
     def preflight(self) -> list[CheckResult]:
         """Check the program before it is trained: not there yet."""
@@ -271,8 +275,14 @@ class SafeTrainer:
             guard=guard,
             anomaly=AnomalyDetector(config, self.optimizer, self.model, check_nan=not scaled),
             monitors=Monitors(self.model, self.optimizers, every=config.monitor.every),
+            facts=ProgramFacts(self.model, self.optimizers, [self.scheduler], every=config.monitor.every),
             setting=setting_of(
-                config, self.optimizers, length_of(self.train_loader), self.num_classes, self.train_step
+                config,
+                self.optimizers,
+                planned_steps=total_steps(config, length_of(self.train_loader)),
+                epoch_length=batches_in_epoch(config, self.train_loader),
+                num_classes=self.num_classes,
+                own_step=self.train_step is not None,
             ),
             output=output,
             checkpoints=self._checkpoints(),
@@ -377,34 +387,6 @@ def total_steps(config: Config, batches: int | None) -> int | None:
         return None
     limit = config.limit_train_batches
     return (batches if limit is None else min(limit, batches)) * (config.max_epochs or DEFAULT_EPOCHS)
-
-
-SCALE_FREE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "Rprop", "Adadelta", "Adafactor",
-              "Lion", "Muon", "SparseAdam")  # fmt: skip
-"""Optimizers whose update does not grow with the gradient."""
-
-
-def setting_of(
-    config: Config, optimizers: Sequence[Optimizer], batches: int | None, num_classes: int | None, own_step: object
-) -> Setting:
-    """What the rules may know of the kind of run."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    names = tuple(type(optimizer).__name__ for optimizer in optimizers)
-    length = batches if config.limit_train_batches is None else min(batches or sys.maxsize, config.limit_train_batches)
-    return Setting(
-        planned_steps=total_steps(config, batches),
-        epoch_length=length,
-        optimizers=names,
-        scale_free=all(name in SCALE_FREE for name in names),
-        weight_decay=max((float(group.get("weight_decay") or 0.0) for group in groups), default=0.0),
-        momentum=max((float(group.get("momentum", group.get("betas", (0,))[0])) for group in groups), default=0.0),
-        accumulate=config.accumulate,
-        clip_norm=config.clip_norm if isinstance(config.clip_norm, float) else None,
-        precision=config.precision.value,
-        num_classes=num_classes,
-        own_step=own_step is not None,
-        monitored=config.monitor.every > 0,
-    )
 
 
 def resolve_device(choice: str) -> torch.device:

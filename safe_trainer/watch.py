@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from safe_trainer.config import Config, ConfigError, OnFault, parse
-from safe_trainer.diagnosis import Diagnosis, take_in
-from safe_trainer.diagnosis.program import rules
+from safe_trainer.diagnosis import Diagnosis, Evidence, setting_of, take_in
 from safe_trainer.findings import Finding, Report, SafetyError, Severity
 from safe_trainer.guard import Action, Attempt, Guard, reachable_scalers
 from safe_trainer.history import History
@@ -92,6 +91,7 @@ class watch:
         self.facts = ProgramFacts(model, self.optimizers, self.schedulers, every=self.config.monitor.every)
         self.history = History()
         self.diagnosis = Diagnosis(opposed=len(self.optimizers) > 1)
+        self.setting = setting_of(self.config, self.optimizers, planned_steps=self.config.max_steps, own_step=True)
         self.findings: list[Finding] = []
         self.number = 0
         """Steps begun."""
@@ -273,12 +273,18 @@ class watch:
         means = self.history.flush()
         if means:
             self._output.row(self.number, 0, {f"train/{name}": value for name, value in means.items()})
-        for finding in self.diagnosis.feed(self.history.columns):
-            if take_in(self.findings, finding):
-                self._tell(finding)
+        self._diagnose()
 
     def _diagnose(self, finished: bool = False) -> None:
-        for finding in rules(self.facts.record, planned_steps=self.config.max_steps, finished=finished):
+        self.history.gather()
+        evidence = Evidence(
+            setting=self.setting,
+            columns=self.history.columns,
+            measurements=self.monitors.history,
+            program=self.facts.record,
+            ended=finished,
+        )
+        for finding in self.diagnosis.feed(evidence):
             if take_in(self.findings, finding):
                 self._tell(finding)
 

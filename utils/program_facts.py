@@ -96,7 +96,7 @@ class ProgramFacts:
         self._weights = Weights()
         self._handles: list[Any] = []
         self._plain = _Step(self)
-        self._open = False
+        self._open = self._dropped = False
 
     # --- around a run and its steps --------------------------------------------------------------------------------
 
@@ -148,6 +148,10 @@ class ProgramFacts:
         finally:
             self.forwards.paused = before
 
+    def drop(self) -> None:
+        """Within a step: what is seen of it does not count, for it is being undone."""
+        self._dropped = True
+
     def _begin(self, look: Look | None) -> None:
         self._tracks.next_step(self.record.steps)
         self.forwards.begin(look)
@@ -164,8 +168,10 @@ class ProgramFacts:
         try:
             watch.attach()
             self._tracks.arm(step, self.optimizers, watch.names)
-            moves = self.forwards.moves
+            moves, self._dropped = self.forwards.moves, False
             yield
+            if self._dropped:
+                return
             look.stepped = self.forwards.moves - moves
             watch.finish()
             self._read_schedulers()

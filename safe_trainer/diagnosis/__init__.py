@@ -12,15 +12,30 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from safe_trainer.diagnosis.evidence import Evidence, Probe, Setting
+from safe_trainer.diagnosis import program
+from safe_trainer.diagnosis.evidence import Evidence, Probe, Setting, setting_of
 from safe_trainer.diagnosis.spikes import Spikes
 from safe_trainer.findings import Finding, Severity
 
-__all__ = ["RULES", "Diagnosis", "Evidence", "Probe", "Setting", "take_in"]
+__all__ = ["RULES", "Diagnosis", "Evidence", "Probe", "Setting", "setting_of", "take_in"]
 
 Rule = Callable[[Evidence], list[Finding]]
 
-RULES: tuple[Rule, ...] = ()
+
+def program_rules(evidence: Evidence) -> list[Finding]:
+    """What the state of the program proves."""
+    if evidence.program is None:
+        return []
+    setting = evidence.setting
+    return program.rules(
+        evidence.program,
+        planned_steps=setting.planned_steps,
+        epoch_length=setting.epoch_length,
+        finished=evidence.ended,
+    )
+
+
+RULES: tuple[Rule, ...] = (program_rules,)
 """In the order in which they are asked."""
 
 

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from safe_trainer.utils.measurements import Measurement
+from torch.optim import Optimizer
 
-__all__ = ["Evidence", "Probe", "Setting"]
+from safe_trainer.config import Config
+from safe_trainer.utils.measurements import Measurement
+from safe_trainer.utils.program_record import Record
+
+__all__ = ["Evidence", "Probe", "Setting", "setting_of"]
+
+SCALE_FREE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "Rprop", "Adadelta", "Adafactor",
+              "Lion", "Muon", "SparseAdam")  # fmt: skip
+"""Optimizers whose update does not grow with the gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,5 +66,35 @@ class Evidence:
     """Only where a rule asked for one."""
     evaluations: Sequence[Mapping[str, float]] = ()
     """What each evaluation gave, val/loss and metrics, with the step and the epoch it stands for."""
+    program: Record | None = None
+    """What the looks at the program's state have found."""
     ended: bool = False
     """The run is over: no more will come."""
+
+
+def setting_of(
+    config: Config,
+    optimizers: Sequence[Optimizer],
+    *,
+    planned_steps: int | None = None,
+    epoch_length: int | None = None,
+    num_classes: int | None = None,
+    own_step: bool = False,
+) -> Setting:
+    """What the rules may know of the kind of run."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    names = tuple(type(optimizer).__name__ for optimizer in optimizers)
+    return Setting(
+        planned_steps=planned_steps,
+        epoch_length=epoch_length,
+        optimizers=names,
+        scale_free=all(name in SCALE_FREE for name in names),
+        weight_decay=max((float(group.get("weight_decay") or 0.0) for group in groups), default=0.0),
+        momentum=max((float(group.get("momentum", group.get("betas", (0,))[0])) for group in groups), default=0.0),
+        accumulate=config.accumulate,
+        clip_norm=config.clip_norm if isinstance(config.clip_norm, float) else None,
+        precision=config.precision.value,
+        num_classes=num_classes,
+        own_step=own_step,
+        monitored=config.monitor.every > 0,
+    )
