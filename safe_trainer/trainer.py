@@ -283,6 +283,7 @@ class SafeTrainer:
                 epoch_length=batches_in_epoch(config, self.train_loader),
                 num_classes=self.num_classes,
                 own_step=self.train_step is not None,
+                scaled=scaled,
             ),
             output=output,
             checkpoints=self._checkpoints(),

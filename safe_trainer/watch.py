@@ -91,7 +91,9 @@ class watch:
         self.facts = ProgramFacts(model, self.optimizers, self.schedulers, every=self.config.monitor.every)
         self.history = History()
         self.diagnosis = Diagnosis(opposed=len(self.optimizers) > 1)
-        self.setting = setting_of(self.config, self.optimizers, planned_steps=self.config.max_steps, own_step=True)
+        self.setting = setting_of(
+            self.config, self.optimizers, planned_steps=self.config.max_steps, own_step=True, scaled=scaled
+        )
         self.findings: list[Finding] = []
         self.number = 0
         """Steps begun."""

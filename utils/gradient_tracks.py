@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 __all__ = ["GradientTracks"]
@@ -108,7 +109,8 @@ class GradientTracks:
             return
         self._since, self._moves, self._told = step, {}, False
         for index, optimizer in enumerate(optimizers):
-            held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.is_leaf]
+            held = [p for group in optimizer.param_groups for p in group["params"] if not is_lazy(p)]
+            held = [p for p in held if p.requires_grad and p.is_leaf]
             chosen = {id(p): p for p in (held[:1] + held[len(held) // 2 :][:1] + held[-1:])[:TRACKED]}
             self._tracks[index] = [_Track(names.get(key, "?"), p, index, self._discard) for key, p in chosen.items()]
 

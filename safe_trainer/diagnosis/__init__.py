@@ -19,6 +19,10 @@ from safe_trainer.findings import Finding, Severity
 
 __all__ = ["RULES", "Diagnosis", "Evidence", "Probe", "Setting", "setting_of", "take_in"]
 
+SCALER_SETTLES = 256
+"""Steps after which a loss scale has settled: it begins at 65536 and is halved at each overflow, so 16 in a row bring
+it to 1, and the scale's own rule speaks then."""
+
 Rule = Callable[[Evidence], list[Finding]]
 
 
@@ -27,12 +31,15 @@ def program_rules(evidence: Evidence) -> list[Finding]:
     if evidence.program is None:
         return []
     setting = evidence.setting
-    return program.rules(
+    found = program.rules(
         evidence.program,
         planned_steps=setting.planned_steps,
         epoch_length=setting.epoch_length,
         finished=evidence.ended,
     )
+    if setting.scaled and evidence.program.steps < SCALER_SETTLES:
+        found = [finding for finding in found if finding.fault != "optimizer.step_missing"]
+    return found
 
 
 RULES: tuple[Rule, ...] = (program_rules,)

@@ -38,6 +38,8 @@ class Setting:
     clip_norm: float | None = None
     precision: str = "fp32"
     num_classes: int | None = None
+    scaled: bool = False
+    """A GradScaler leaves out steps whose gradients overflow, at the start many in a row."""
     own_step: bool = False
     """The step is the user's own: what happens within it is not known."""
     monitored: bool = True
@@ -80,6 +82,7 @@ def setting_of(
     epoch_length: int | None = None,
     num_classes: int | None = None,
     own_step: bool = False,
+    scaled: bool = False,
 ) -> Setting:
     """What the rules may know of the kind of run."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -96,5 +99,6 @@ def setting_of(
         precision=config.precision.value,
         num_classes=num_classes,
         own_step=own_step,
+        scaled=scaled,
         monitored=config.monitor.every > 0,
     )
