@@ -22,6 +22,7 @@ from safe_trainer.checkpoint import Checkpoints, infinite_tensors, state_differe
 from safe_trainer.config import Config, ConfigError, parse
 from safe_trainer.data import length_of
 from safe_trainer.diagnosis import setting_of
+from safe_trainer.diagnosis.causes import folded
 from safe_trainer.ema import Average
 from safe_trainer.evaluation import evaluate
 from safe_trainer.findings import CheckResult, Finding, Report, SafetyError, Severity
@@ -375,7 +376,7 @@ class SafeTrainer:
     def _gather(self, loop: Loop) -> None:
         """What the run has to say, also when it was broken off."""
         loop.history.flush()
-        self.report.add(*loop.findings, *loop.guard.findings)
+        self.report.add(*folded([*loop.guard.findings, *loop.findings]))
         self.report.history = loop.history.columns
         self.report.metrics.update(loop.figures)
 

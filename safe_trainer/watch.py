@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from safe_trainer.config import Config, ConfigError, OnFault, parse
 from safe_trainer.diagnosis import Diagnosis, Evidence, setting_of, take_in
+from safe_trainer.diagnosis.causes import folded
 from safe_trainer.findings import Finding, Report, SafetyError, Severity
 from safe_trainer.guard import Action, Attempt, Guard, reachable_scalers
 from safe_trainer.history import History
@@ -195,7 +196,7 @@ class watch:
         """What there is to say so far, or in all once the watch is over."""
         self.history.flush()
         return Report(
-            findings=[*self.findings, *self.guard.findings],
+            findings=folded([*self.guard.findings, *self.findings]),
             history=self.history.columns,
             path=self.folder or Path(),
         )

@@ -13,7 +13,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from safe_trainer.diagnosis import program
+from safe_trainer.diagnosis.dead import dead_units
+from safe_trainer.diagnosis.depth import growing_outputs, vanishing_gradients
 from safe_trainer.diagnosis.evidence import Evidence, Probe, Setting, setting_of
+from safe_trainer.diagnosis.overfitting import overfitting
+from safe_trainer.diagnosis.rates import rate_too_high, rate_too_low, weights_decay_away
+from safe_trainer.diagnosis.saturated import saturated_from_the_start
 from safe_trainer.diagnosis.spikes import Spikes
 from safe_trainer.findings import Finding, Severity
 
@@ -42,7 +47,17 @@ def program_rules(evidence: Evidence) -> list[Finding]:
     return found
 
 
-RULES: tuple[Rule, ...] = (program_rules,)
+RULES: tuple[Rule, ...] = (
+    program_rules,
+    growing_outputs,
+    dead_units,
+    saturated_from_the_start,
+    vanishing_gradients,
+    rate_too_high,
+    rate_too_low,
+    weights_decay_away,
+    overfitting,
+)
 """In the order in which they are asked."""
 
 

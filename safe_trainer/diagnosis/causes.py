@@ -1,0 +1,77 @@
+"""Cause and symptom: what explains what. A finding that another one explains is told under it, not beside it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from safe_trainer.findings import Finding, Severity
+
+__all__ = ["EXPLAINS", "folded"]
+
+_UNSTABLE = frozenset({"training.diverging", "training.oscillating", "optimizer.lr_too_high", "activation.dead",
+                       "gradient.exploding", "activation.exploding"})  # fmt: skip
+_IDLE = frozenset({"optimizer.lr_too_low", "gradient.vanishing", "training.not_decreasing", "training.plateau"})
+
+EXPLAINS: dict[str, frozenset[str]] = {
+    # sums of old gradients are steps that are too large
+    "gradient.accumulating": _UNSTABLE | {"training.not_decreasing"},
+    # so are gradients of a sum over the batch, and inputs far from the scale that weights are drawn for
+    "loss.reduction": _UNSTABLE | {"init.loss_off"},
+    "data.unnormalized": _UNSTABLE | {"init.loss_off", "activation.saturated", "init.dead"},
+    "data.mutated_inplace": _UNSTABLE | {"data.unnormalized"},
+    # steps that are too large throw units out and the loss up
+    "optimizer.lr_too_high": _UNSTABLE | {"training.not_decreasing"},
+    # a signal that grows with depth grows on the way back as well
+    "activation.exploding": frozenset({"gradient.exploding", "init.loss_off", "init.scale", "training.diverging"}),
+    "init.scale": frozenset(
+        {"activation.exploding", "activation.saturated", "gradient.exploding", "gradient.vanishing", "init.loss_off"}
+    ),
+    # units that are dead or flat let nothing through
+    "init.dead": frozenset({"activation.dead"}) | _IDLE,
+    "activation.dead": _IDLE,
+    "activation.saturated": _IDLE,
+    # nothing moves what no optimizer holds, what gets no gradient, and what no step uses
+    "optimizer.params_missing": _IDLE | {"gradient.missing"},
+    "optimizer.step_missing": _IDLE | {"gradient.missing", "gradient.accumulating"},
+    "gradient.missing": _IDLE,
+    "optimizer.scheduler_misuse": _IDLE,
+    "gradient.overclipped": _IDLE,
+    "precision.underflow": _IDLE,
+    "optimizer.weight_decay": _IDLE,
+    "gradient.vanishing": frozenset({"optimizer.lr_too_low", "training.not_decreasing", "training.plateau"}),
+    # figures of an evaluation that is wrong say nothing about the network
+    "model.eval_missing": frozenset({"training.overfitting"}),
+    "model.norm_stats": frozenset({"training.overfitting"}),
+    "model.batch_mixing": frozenset({"training.overfitting"}) | _IDLE,
+    "model.stuck_in_eval": _IDLE | {"activation.dead"},
+    "data.label_misaligned": frozenset({"training.overfitting"}) | _IDLE,
+    "data.constant_input": frozenset({"activation.dead", "activation.collapsed"}) | _IDLE,
+}
+"""For each cause, the faults that follow from it. What the fuse has caught stands for itself: its line is a place to
+mend, whatever the cause."""
+
+
+def folded(findings: Iterable[Finding]) -> list[Finding]:
+    """The findings without those that others explain, in their order; these are named in the others' `symptoms`.
+
+    A cause takes over the worst severity of what it explains. An info explains nothing: it is no alarm. Of two that
+    explain each other the earlier one is the cause. Folding what is folded changes nothing.
+    """
+    kept = list(findings)
+    for cause in list(kept):
+        if cause.severity is Severity.info or cause not in kept:
+            continue
+        explained = [
+            finding
+            for finding in kept
+            if finding is not cause and finding.fault in EXPLAINS.get(cause.fault, frozenset())
+        ]
+        if not explained:
+            continue
+        place = kept.index(cause)
+        worst = max([cause, *explained], key=lambda finding: list(Severity).index(finding.severity)).severity
+        names = dict.fromkeys([*cause.symptoms, *(n for f in explained for n in (f.fault, *f.symptoms))])
+        kept[place] = replace(cause, severity=worst, symptoms=tuple(n for n in names if n != cause.fault))
+        kept = [finding for finding in kept if not any(finding is other for other in explained)]
+    return kept

@@ -1,0 +1,59 @@
+"""The training loss goes on falling while the validation loss has long turned: `training.overfitting`. Pure.
+
+One noisy evaluation proves nothing, and a gap alone is normal (dropout and augmentation even turn it round). So both
+curves must part: the validation loss stays far above its best for the whole later half of the evaluations, rises there,
+and the training loss has meanwhile fallen to a fraction of what it was at that best.
+"""
+
+from __future__ import annotations
+
+import math
+
+from safe_trainer.diagnosis.curve import median
+from safe_trainer.diagnosis.evidence import Evidence
+from safe_trainer.findings import Finding, Severity
+
+__all__ = ["overfitting"]
+
+LEAST = 6
+"""Evaluations after the best one: fewer may be noise."""
+ABOVE = 1.5
+"""Ratio of the later validation losses to the best; in healthy runs single evaluations reach it, never all of them."""
+FALLEN = 0.5
+"""Training loss over that at the best evaluation."""
+
+
+def overfitting(evidence: Evidence) -> list[Finding]:
+    """One warning, once the curves have parted for good."""
+    rows = [row for row in evidence.evaluations if math.isfinite(row.get("val/loss", math.nan))]
+    losses = [row["val/loss"] for row in rows]
+    if len(losses) <= LEAST or min(losses) <= 0:
+        return []
+    best = losses.index(min(losses))
+    later = losses[best + 1 :]
+    half = later[len(later) // 2 :]
+    if len(later) < LEAST or min(half) < ABOVE * losses[best] or median(half) <= median(later[: len(later) // 2]):
+        return []
+    then, now = _training_loss(evidence, rows[best]["step"]), _training_loss(evidence, rows[-1]["step"])
+    if then is None or now is None or now > FALLEN * then:
+        return []
+    return [
+        Finding(
+            fault="training.overfitting",
+            severity=Severity.warning,
+            stage="training",
+            step=int(rows[-1]["step"]),
+            evidence=f"the validation loss was best at step {int(rows[best]['step']):,} ({losses[best]:.4g}) and has "
+            f"risen to {losses[-1]:.4g}, while the training loss fell from {then:.4g} to {now:.4g}",
+            cause="the network learns its training samples by heart: too few of them, or too noisy, for its size",
+            remedy="stop early (early_stopping.patience), take the best checkpoint, add data or augmentation, weight "
+            "decay or dropout, or a smaller network",
+        )
+    ]
+
+
+def _training_loss(evidence: Evidence, step: float) -> float | None:
+    """Median training loss of the twenty steps up to this one."""
+    steps, losses = evidence.columns.get("step", ()), evidence.columns.get("loss", ())
+    near = [loss for k, loss in zip(steps, losses, strict=False) if step - 20 < k <= step and math.isfinite(loss)]
+    return median(near) if near else None
