@@ -166,11 +166,11 @@ def resolved(own: DictConfig) -> tuple[dict[str, Any], list[str]]:
     """Each key's value with its interpolations filled in, and a sentence on each that cannot be; it is left out."""
     values: dict[str, Any] = {}
     problems = []
-    for key in own:
+    for key in map(str, own):
         try:
-            node = own._get_node(key)
+            node: Any = own._get_node(key)
             container = OmegaConf.is_config(node) and not node._is_none() and not node._is_interpolation()
-            values[str(key)] = OmegaConf.to_container(node, resolve=True) if container else own[key]
+            values[key] = OmegaConf.to_container(node, resolve=True) if container else own[key]
         except OmegaConfBaseException as error:
             problems.append(f"{error.full_key or key} cannot be resolved: {str(error).splitlines()[0]}")
         except RecursionError:

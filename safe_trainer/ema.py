@@ -54,7 +54,8 @@ class Average:
             self.module = copy_of(model)  # its shapes are known only now
         self.updates += 1
         weight = 1.0 - min(self.decay, (1 + self.updates) / (10 + self.updates))
-        ours, theirs = list(self.module.parameters()), list(model.parameters())
+        ours: list[Tensor] = list(self.module.parameters())
+        theirs: list[Tensor] = list(model.parameters())
         moving = [place for place, parameter in enumerate(ours) if is_averaged(parameter)]
         torch._foreach_lerp_([ours[place] for place in moving], [theirs[place] for place in moving], weight)
         fixed = [place for place, parameter in enumerate(ours) if not is_averaged(parameter)]

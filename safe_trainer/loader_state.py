@@ -105,10 +105,11 @@ class LoaderState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the place of an earlier run; it counts from the next `begin`."""
-        if not hasattr(self.loader, "set_position"):
+        loader: Any = self.loader
+        if not hasattr(loader, "set_position"):
             self._resumed = state if "now" in state else None
         elif "seed" in state:
-            self.loader.seed = state["seed"]  # also one that nobody chose: the order is to go on
+            loader.seed = state["seed"]  # also one that nobody chose: the order is to go on
 
     def _capture(self) -> dict[str, Any]:
         return {"global": rng.capture(), "own": [generator.get_state() for generator in self._generators()]}

@@ -16,7 +16,9 @@ from safe_trainer.config import ConfigError
 try:
     import fcntl
 except ImportError:  # Windows has no POSIX locks: there the folder is not guarded against other processes
-    fcntl = None  # type: ignore[assignment]
+    HAS_LOCKS = False
+else:
+    HAS_LOCKS = True
 
 LOCK = ".lock"
 
@@ -72,7 +74,7 @@ def refuse_leavings(folder: Path, resume: str | None) -> None:
 
 def _lock(folder: Path) -> TextIO | None:
     """The locked file, which says who has it; None where the system has no such locks."""
-    if fcntl is None:
+    if not HAS_LOCKS:
         return None
     file = (folder / LOCK).open("a+", encoding="utf-8")
     try:
