@@ -318,7 +318,8 @@ class Config:
     accumulate: int = 1
     """Batches whose gradients are averaged, by samples, before the optimizer steps."""
     clip_norm: float | str | None = None
-    """Greatest global gradient norm; larger gradients are scaled down to it."""
+    """Greatest global gradient norm; larger gradients are scaled down to it. auto takes 1 for the first steps, and then
+    twice the 90 % quantile of the norms so far, looked up whenever a row is logged."""
     clip_value: float | None = None
     """Greatest absolute value of any gradient entry."""
     ema_decay: float | None = None
@@ -388,7 +389,7 @@ class Config:
             ("limit_train_batches", "at least 1, or null", _at_least(1)),
             ("limit_val_batches", "0 or more, or null", _at_least(0)),
             ("accumulate", "at least 1", _at_least(1)),
-            ("clip_norm", "greater than 0, or null", lambda value: not isinstance(value, str) and _positive(value)),
+            ("clip_norm", "greater than 0, auto, or null", lambda value: value == "auto" or _is_positive_number(value)),
             ("clip_value", "greater than 0, or null", _positive),
             ("clip_value", "null when clip_norm is set: clip by norm or by value", lambda _: self.clip_norm is None),
             ("ema_decay", "between 0 and 1, or null", lambda value: 0 < value < 1),
@@ -501,6 +502,10 @@ def _as_yaml(value: object) -> str:
 def _is_whole_for_float(value: object, hint: Any) -> bool:
     """Whether `value` is an int for a union that has float in it: OmegaConf converts those only for a plain float."""
     return isinstance(value, int) and not isinstance(value, bool) and float in typing.get_args(hint)
+
+
+def _is_positive_number(value: object) -> bool:
+    return not isinstance(value, str) and _positive(value)
 
 
 def _is_folder_name(name: str) -> bool:

@@ -23,6 +23,8 @@ from safe_trainer.checkpoint import Checkpoints
 from safe_trainer.config import Config, ConfigError, Interval, OnFault
 from safe_trainer.data import length_of
 from safe_trainer.diagnosis import Diagnosis, Evidence, Probe, Setting, take_in
+from safe_trainer.diagnosis.clip_norm import suggested_clip_norm
+from safe_trainer.diagnosis.dead import dead_layers
 from safe_trainer.early_stopping import EarlyStopping
 from safe_trainer.ema import Average
 from safe_trainer.findings import Finding, Severity
@@ -31,6 +33,7 @@ from safe_trainer.history import History
 from safe_trainer.loader_state import LoaderState
 from safe_trainer.output import Output
 from safe_trainer.precision import Precision
+from safe_trainer.repair import revive_dead_units
 from safe_trainer.run_state import state_of
 from safe_trainer.task import Task, count_of, extra_figures, loss_of, to_device
 from safe_trainer.undo import containers
@@ -43,6 +46,9 @@ from safe_trainer.utils.program_facts import RATE_EVERY, ProgramFacts
 log = logging.getLogger(__name__)
 
 DEFAULT_EPOCHS = 10
+
+FIRST_CLIP = 1.0
+"""Gradient norm that clip_norm=auto allows until it knows enough healthy ones: what most published recipes clip to."""
 
 WINDOW = 3
 """Measured steps over which a unit must be silent to count as inactive: not one, as a batch may lack what it answers
@@ -118,6 +124,7 @@ class Loop:
         self.average, self.train_step = average, train_step
         self.forward_model: nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.clip_norm = FIRST_CLIP if config.clip_norm == "auto" else config.clip_norm and float(config.clip_norm)
         self.position = Position()
         self.history = History()
         self.early_stopping = EarlyStopping(config.early_stopping)
@@ -289,10 +296,22 @@ class Loop:
             figures = self.any_step(batch)
         if self.monitors.kept(self.position.step):
             if self.monitors.history[-1].window_steps >= WINDOW:
+                if self.config.repair.dead_units:
+                    self.revive()
                 self.monitors.read()
             if self.train_step is None and self.config.accumulate == 1:
                 self.probe(batch, float(figures["loss"]), began)
         return figures
+
+    def revive(self) -> None:
+        """Give mostly dead layers new incoming weights for their dead units."""
+        latest = self.monitors.history[-1]
+        inactive = self.monitors.inactive_units()
+        dead = {layer.name: inactive[layer.name] for layer in dead_layers(latest)}
+        seed = (self.config.seed or 0) + self.position.step
+        order, optimizers = list(latest.layers), self.guard.optimizers
+        for name, units in revive_dead_units(self.model, dead, optimizers, order=order, seed=seed).items():
+            log.info("Step %d: %d dead units behind %s got new weights.", self.position.step, units, name)
 
     def probe(self, batch: Any, before: float, began: rng.Snapshot) -> None:
         """Look at the loss of the same batch after its step, if the curve leaves that in doubt."""
@@ -412,8 +431,8 @@ class Loop:
 
     def norm_and_clip(self, gradients: list[Tensor]) -> Tensor | float | None:
         """Global norm before clipping, computed once for the fuse and for clipping."""
-        if self.config.clip_norm is not None:
-            return torch.nn.utils.clip_grad_norm_(self.parameters, float(self.config.clip_norm))
+        if self.clip_norm is not None:
+            return torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
         norm = norm_of(gradients) if self.config.guard.enabled and gradients else None
         if self.config.clip_value is not None:
             torch.nn.utils.clip_grad_value_(self.parameters, self.config.clip_value)
@@ -575,6 +594,8 @@ class Loop:
     def write_row(self, figures: dict[str, float] | None = None) -> None:
         """One row of the log: means since the last row, and what an evaluation gave. The one wait for the device."""
         means = self.history.flush()
+        if self.config.clip_norm == "auto":
+            self.clip_norm = suggested_clip_norm(self.history.columns.get("grad_norm", ())) or self.clip_norm
         row = {f"train/{name}": value for name, value in means.items()} | (figures or {})
         epoch = self.position.epoch - (self.position.batch == 0)  # the one that the last batch belongs to
         if row:

@@ -43,6 +43,7 @@ def state_of(loop: Loop) -> dict[str, Any]:
         "facts": loop.facts.state_dict(),
         "probes": [asdict(entry) for entry in loop.probes],
         "evaluations": [dict(entry) for entry in loop.evaluations],
+        "clip_norm": loop.clip_norm,
         "figures": dict(loop.figures),
         "loader": loop.place.state_dict(),
         "generators": rng.capture(),
@@ -81,6 +82,8 @@ def restore(loop: Loop, state: Mapping[str, Any]) -> None:
     loop.evaluations = [dict(entry) for entry in state["evaluations"]]
     for finding in loop.diagnosis.findings:
         take_in(loop.findings, finding)
+    if loop.config.clip_norm == "auto":
+        loop.clip_norm = state.get("clip_norm") or loop.clip_norm
     loop.figures = dict(state["figures"])
     loop.place.load_state_dict(state["loader"])
     loop.generators = state["generators"]

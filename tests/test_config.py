@@ -52,7 +52,7 @@ def test_all_mistakes_are_told_at_once():
     assert "sample_rate must be at least 1 (got 0)" in text
     assert "anomaly.lr_jump must be greater than 1 (got nan)" in text
     assert "preflight must be a section" in text
-    assert "clip_norm must be greater than 0, or null (got -1.0)" in text
+    assert "clip_norm must be greater than 0, auto, or null (got -1.0)" in text
 
 
 def test_a_key_without_its_section_is_found_again():

@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from safe_trainer.diagnosis import program
+from safe_trainer.diagnosis.clip_norm import exploding_gradients
 from safe_trainer.diagnosis.dead import dead_units
 from safe_trainer.diagnosis.depth import growing_outputs, vanishing_gradients
 from safe_trainer.diagnosis.evidence import Evidence, Probe, Setting, setting_of
@@ -53,6 +54,7 @@ RULES: tuple[Rule, ...] = (
     dead_units,
     saturated_from_the_start,
     vanishing_gradients,
+    exploding_gradients,
     rate_too_high,
     rate_too_low,
     weights_decay_away,
