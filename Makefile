@@ -59,7 +59,7 @@ types: $(VENV)/.installed-dev
 	rm -rf build/lib build/typing
 	$(PIP) install --quiet --no-deps --no-build-isolation --target build/typing .
 	cd build/typing && $(ABSOLUTE_BIN)/python -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p safe_trainer
-	$(BIN)/python -m mypy docs/make_configuration.py
+	$(BIN)/python -m mypy docs/make_configuration.py docs/make_faults.py
 
 format: $(VENV)/.installed-dev ## Format the code and mend what ruff can mend
 	$(BIN)/python -m ruff check --fix .
@@ -67,6 +67,7 @@ format: $(VENV)/.installed-dev ## Format the code and mend what ruff can mend
 
 docs: $(VENV)/.installed ## Make the pages that are made from the code
 	$(BIN)/python docs/make_configuration.py
+	$(BIN)/python docs/make_faults.py
 
 bench: $(VENV)/.installed-bench ## Compare the cost of the loop with plain PyTorch, Lightning and Ignite
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/loop.py $(ARGS)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from safe_trainer.config import Config, ConfigError, Mode, parse
+from safe_trainer.config import Config, ConfigError, Mode, did_you_mean, parse
 from safe_trainer.findings import SafetyError
 
 if TYPE_CHECKING:
@@ -113,20 +113,51 @@ def _broken(text: str, width: int) -> list[str]:
 
 
 def explain(config: Config) -> None:
-    """Explain an error message of PyTorch's."""
+    """Explain a fault of the catalogue, or an error message of PyTorch's."""
     from safe_trainer.explain import explain as explained
 
     if config.fault is not None:
-        raise ConfigError(
-            ["mode=explain fault=ID comes with the catalogue of faults in a later version; error=FILE works"]
-        )
+        print(fault_entry(config.fault))
+        return
     if config.error is None:
-        raise ConfigError(["mode=explain needs error=FILE, a file with the message that PyTorch printed (got none)"])
+        raise ConfigError(
+            ["mode=explain needs fault=ID, or error=FILE, a file with the message that PyTorch printed (got neither)"]
+        )
     try:
         text = Path(config.error).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError([f"error must be a file that can be read (got {config.error}: {error.strerror})"]) from error
     print(explained(text))
+
+
+def fault_entry(name: str) -> str:
+    """An entry of the catalogue as plain text.
+
+    Raises:
+        ConfigError: there is none of that id.
+    """
+    from safe_trainer.catalogue import CATALOGUE
+
+    if name not in CATALOGUE:
+        raise ConfigError(
+            [f"fault must be an id of docs/faults.md (got {name!r}){did_you_mean(name, list(CATALOGUE))}"]
+        )
+    fault = CATALOGUE[name]
+    proof = fault.established if fault.live else f"{fault.established} (comes with the checks before a run)"
+    parts = [
+        ("established by", (proof,)),
+        ("likely causes", fault.causes),
+        ("remedies", fault.remedies),
+        ("looks like it and is healthy", (fault.looks_like_it,) if fault.looks_like_it else ()),
+    ]
+    lines = [f"{fault.id}: {fault.title}"]
+    for label, texts in parts:
+        lines += [f"\n{label}", *(_item(text) for text in texts)] if texts else []
+    return "\n".join(lines)
+
+
+def _item(text: str) -> str:
+    return textwrap.fill(text, 80, initial_indent="  - ", subsequent_indent="    ", break_long_words=False)
 
 
 def config_of(config: Config) -> Config:
