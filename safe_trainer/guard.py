@@ -97,6 +97,8 @@ class Guard:
         self.applied = 0
         self.replaying = False
         self.gate_tripped = False
+        self.dropped = False
+        """Whether the gate took an optimizer's gradients away in the present step, be it for a normal overflow."""
         self.moves = 0
         """How often the optimizers moved within the present step of the user's own."""
         self._modules = [model, loss] if isinstance(loss, nn.Module) else [model]
@@ -125,7 +127,7 @@ class Guard:
         attempt.begin(step, batch)
         if self._gated:
             self._waiting = None  # the optimizer has moved since: what waited was finite after all
-        self.gate_tripped, self._gated, self.moves, self._losses = False, False, 0, []
+        self.gate_tripped, self.dropped, self._gated, self.moves, self._losses = False, False, False, 0, []
         if self._undo is not None:
             self._undo.take()
             self._undo.confirm()
@@ -182,6 +184,7 @@ class Guard:
             self.gate_tripped |= drop
         self._losses = []
         self.moves += not drop
+        self.dropped |= drop
         for parameter in parameters if drop else ():
             parameter.grad = None
 

@@ -271,14 +271,15 @@ class Loop:
 
     def any_step(self, batch: Any) -> dict[str, Tensor | float]:
         """The user's own step, or ours."""
-        step = self.position.step
-        if self.train_step is not None:
-            with self.facts.looking(step):
-                return self.step_of_user(batch)
-        if self.facts.due(step) or step % RATE_EVERY == 0:
-            with self.facts.looking(step):
-                return self.step(batch)
-        return self.step(batch)
+        step, own = self.position.step, self.train_step is None
+        take = self.step if own else self.step_of_user
+        if own and not (self.facts.due(step) or step % RATE_EVERY == 0):
+            return take(batch)
+        with self.facts.looking(step):
+            figures = take(batch)
+            if self.guard.dropped:  # the program itself has cleared nothing
+                self.facts.drop()
+            return figures
 
     def is_measured(self) -> bool:
         """Whether the monitors look at this batch; under accumulation at the group's last, which moves the weights."""

@@ -215,6 +215,11 @@ class watch:
 
         return replay
 
+    def _settle_look(self) -> None:
+        """What the gate took away the program has not cleared."""
+        if self.guard.dropped:
+            self.facts.drop()
+
     def _ended(self, attempt: Attempt | None, replay: Callable[[Any], Any] | None, exact: bool) -> None:
         """The step's body is over: was it finite, what do the rules say?"""
         loss = self._loss
@@ -334,6 +339,7 @@ class _Step:
     ) -> bool:
         owner = self.owner
         try:
+            owner._settle_look()
             self.stack.__exit__(kind, error, trace)
             if error is None:
                 owner._ended(self.attempt, self.replay, self.exact)

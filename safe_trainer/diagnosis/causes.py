@@ -39,6 +39,8 @@ EXPLAINS: dict[str, frozenset[str]] = {
     "gradient.overclipped": _IDLE,
     "precision.underflow": _IDLE,
     "optimizer.weight_decay": _IDLE,
+    # a step into a steep place throws the loss up
+    "gradient.exploding": frozenset({"training.diverging", "training.oscillating"}),
     "gradient.vanishing": frozenset({"optimizer.lr_too_low", "training.not_decreasing", "training.plateau"}),
     # figures of an evaluation that is wrong say nothing about the network
     "model.eval_missing": frozenset({"training.overfitting"}),

@@ -57,10 +57,14 @@ def leave_behind(trainer, stop):
     trainer._loop = loop_that_is_left
 
 
+OF_THE_PROCESS = {"graphs", "graphs_alive"}
+"""Graphs that are in memory: a new process cannot have those of the one before it."""
+
+
 def differences(first, second, where="state"):
     """Names of everything in which two states differ, bit for bit."""
     if isinstance(first, dict) and isinstance(second, dict):
-        keys = sorted(set(first) | set(second), key=str)
+        keys = sorted((set(first) | set(second)) - OF_THE_PROCESS, key=str)
         return [d for key in keys for d in differences(first.get(key), second.get(key), f"{where}.{key}")]
     if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)) and len(first) == len(second):
         return [
