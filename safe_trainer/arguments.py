@@ -5,12 +5,14 @@ Arguments in, sentences out; makes and changes nothing. A caller's types are a p
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from safe_trainer.config import Config, Interval
 from safe_trainer.data import length_of
@@ -90,11 +92,18 @@ def _loaders(given: Mapping[str, Any], config: Config) -> Iterator[str]:
             continue
         elif length_of(loader) == 0 and (part == "test" or given["eval_step"] is None):
             yield no_batches(part)
-        elif part == "val" and hasattr(loader, "__next__") and given["eval_step"] is None:
+        elif part == "val" and _is_read_once(loader) and given["eval_step"] is None:
             yield (
                 f"val_loader must be an iterable that can be read at every evaluation (got {_kind(loader)}, an "
                 "iterator, which can be read once); pass a DataLoader or a list of batches"
             )
+
+
+def _is_read_once(loader: Any) -> bool:
+    """Whether it is an iterator that cannot start anew. Some of a user's own can; itertools.cycle never ends."""
+    return isinstance(loader, (types.GeneratorType, _BaseDataLoaderIter)) or (
+        hasattr(loader, "__next__") and type(loader).__module__ == "builtins"
+    )
 
 
 def _metrics(metrics: Any) -> Iterator[str]:

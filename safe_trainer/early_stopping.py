@@ -16,6 +16,18 @@ class EarlyStopping:
         self.best: float | None = None
         self.waited = 0
 
+    def check(self, figures: dict[str, float]) -> None:
+        """Whether an evaluation has what is watched.
+
+        Raises:
+            ConfigError: the watched metric is not among the figures.
+        """
+        metric = self.config.metric
+        if self.config.patience is not None and metric not in figures:
+            known = ", ".join(sorted(figures)) or "none: there is no validation data"
+            must = "early_stopping.metric must be a figure of the evaluation"
+            raise ConfigError([f"{must} (got {metric!r}; there are: {known})"])
+
     def wants_to_stop(self, figures: dict[str, float]) -> bool:
         """Take note of one evaluation; true when patience has run out.
 
@@ -24,11 +36,8 @@ class EarlyStopping:
         """
         if self.config.patience is None:
             return False
+        self.check(figures)
         metric = self.config.metric
-        if metric not in figures:
-            known = ", ".join(sorted(figures)) or "none: there is no validation data"
-            must = "early_stopping.metric must be a figure of the evaluation"
-            raise ConfigError([f"{must} (got {metric!r}; there are: {known})"])
         lower, least = is_lower_better(metric, self.config.direction.value), self.config.min_delta
         value = figures[metric]
         if not math.isnan(value) and (self.best is None or is_better(value, self.best, lower=lower, min_delta=least)):

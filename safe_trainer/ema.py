@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,14 +45,15 @@ class Average:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.module = copy_of(model)
+        self.is_to_come = any(map(is_lazy, itertools.chain(model.parameters(), model.buffers())))
+        """A lazy model has no shapes to copy before its first step; until then its average is the model itself."""
+        self.module = model if self.is_to_come else copy_of(model)
         self.decay, self.updates = decay, 0
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """Follow the model by one step."""
-        if any(map(is_lazy, self.module.parameters())):
-            self.module = copy_of(model)  # its shapes are known only now
+        self._begin(model)
         self.updates += 1
         weight = 1.0 - min(self.decay, (1 + self.updates) / (10 + self.updates))
         ours: list[Tensor] = list(self.module.parameters())
@@ -63,11 +65,16 @@ class Average:
         if ours:
             torch._foreach_copy_(ours, [theirs[place] for place in fixed] + list(model.buffers()))
 
+    def _begin(self, model: nn.Module) -> None:
+        if self.is_to_come:
+            self.module, self.is_to_come = copy_of(model), False
+
     def state_dict(self) -> dict[str, Any]:
         """Weights of the copy and the number of updates."""
         return {"module": self.module.state_dict(), "updates": self.updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from an earlier state."""
+        self._begin(self.module)
         self.module.load_state_dict(state["module"])
         self.updates = state["updates"]

@@ -84,6 +84,22 @@ def no_batches(part: str) -> str:
     )
 
 
+def one_number(result: Any) -> float:
+    """What a user's own evaluation returned.
+
+    Raises:
+        TypeError: it is not one number.
+    """
+    number = result.detach() if isinstance(result, Tensor) else result
+    if not isinstance(number, str) and getattr(number, "size", 1) not in (0,):
+        try:
+            return float(number)
+        except (TypeError, ValueError, RuntimeError):
+            pass
+    got = describe_batch(result) if isinstance(result, Tensor) else type(result).__name__
+    raise TypeError(f"eval_step must return the validation loss, one number (got {got})")
+
+
 @contextlib.contextmanager
 def _told(where: str) -> Iterator[None]:
     """Say with an exception where it came from."""

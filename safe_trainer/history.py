@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -40,13 +40,25 @@ class History:
             given = [figures.get(name) for _, _, figures in pending]
             values = _to_floats(given)
             total, count = self._sums.get(name, (0.0, 0))
-            self._sums[name] = (total + sum(values), count + len(values))
+            for value in values:  # one by one: the sum must not depend on how often things are gathered
+                total += value
+            self._sums[name] = (total, count + len(values))
             present = iter(values)
             column = self.columns.setdefault(name, [])
             column += [math.nan] * (earlier - len(column))
             column += [math.nan if value is None else next(present) for value in given]
         for column in self.columns.values():
             column += [math.nan] * (len(self.columns["step"]) - len(column))
+
+    @property
+    def open_row(self) -> dict[str, list[float]]:
+        """Sum and number of each figure since the last flush, which a row to come will be the mean of."""
+        self.gather()
+        return {name: [total, count] for name, (total, count) in self._sums.items()}
+
+    @open_row.setter
+    def open_row(self, sums: Mapping[str, Sequence[float]]) -> None:
+        self._sums = {name: (total, int(count)) for name, (total, count) in sums.items()}
 
     def mean(self, name: str, epoch: int) -> float | None:
         """Mean of a figure over one epoch's batches, NaN and infinities left out; None if nothing is left."""
@@ -56,8 +68,8 @@ class History:
         return sum(values) / len(values) if values else None
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All columns as float64 tensors; flushes first."""
-        self.flush()
+        """All columns as float64 tensors."""
+        self.gather()
         return {name: torch.tensor(column, dtype=torch.float64) for name, column in self.columns.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:

@@ -111,6 +111,15 @@ class LoaderState:
         elif "seed" in state:
             loader.seed = state["seed"]  # also one that nobody chose: the order is to go on
 
+    def generators(self) -> list[Tensor]:
+        """States of the loader's own generators alone."""
+        return [generator.get_state() for generator in self._generators()]
+
+    def set_generators(self, states: list[Tensor]) -> None:
+        """Put them back, as far as the loader has them."""
+        for generator, kept in zip(self._generators(), states, strict=False):
+            generator.set_state(kept)
+
     def _capture(self) -> dict[str, Any]:
         return {"global": rng.capture(), "own": [generator.get_state() for generator in self._generators()]}
 

@@ -71,6 +71,10 @@ class Position:
     updates: int = 0
     evaluated: int = 0
     """The step after which the last evaluation was."""
+    evaluation_is_due: bool = False
+    """The run was broken off in the evaluation after this step: it is made before anything else."""
+    epoch_is_over: bool = False
+    """Whether that evaluation stands at the end of an epoch."""
 
 
 @dataclass
@@ -117,6 +121,7 @@ class Loop:
         average: Average | None = None,
         train_step: Callable[[Any], Any] | None = None,
         scaler_of_user: torch.amp.GradScaler | None = None,
+        held_out: Any = (),
     ) -> None:
         self.config, self.model, self.task, self.optimizer, self.loader = config, model, task, optimizer, loader
         self.scheduler, self.precision, self.guard, self.anomaly = scheduler, precision, guard, anomaly
@@ -139,6 +144,8 @@ class Loop:
         self.pending: Pending | None = None
         self.moves_batches = precision.device.type != "cpu" or config.channels_last
         self.place = LoaderState(loader)
+        self.held_out = LoaderState(held_out)
+        self.given_rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.scaler_of_user = scaler_of_user
         self.epoch_length, self.epoch_is_over = batches_in_epoch(config, loader), False
         self.generators: dict[str, Any] | None = None
@@ -152,6 +159,8 @@ class Loop:
         if self.train_step is not None:
             self.facts.__enter__()  # a step of ours does nothing behind the looks' back
         try:
+            if self.position.evaluation_is_due:
+                self.go_on_with_evaluation()
             while not self.is_done():
                 batches = self.batches_of_epoch()
                 for batch in batches:
@@ -248,11 +257,22 @@ class Loop:
             )
         self.save(figures)
 
+    def go_on_with_evaluation(self) -> None:
+        """Make the evaluation in which the run was broken off."""
+        self.epoch_is_over, self.position.evaluation_is_due = self.position.epoch_is_over, False
+        if self.generators is not None:
+            rng.restore(self.generators)
+            self.generators = None
+        self.end_epoch()
+
     def evaluate_or_save(self) -> dict[str, float]:
         """The figures of an evaluation. If it fails, the epoch before it is not lost: a resumed run begins with it."""
         try:
-            return self.evaluate()
+            figures = self.evaluate()
+            self.early_stopping.check(figures)
+            return figures
         except BaseException:
+            self.position.evaluation_is_due, self.position.epoch_is_over = True, self.epoch_is_over
             self.save()
             raise
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+OF_THE_STATE = ("seed", "lr")
+"""Settings that the checkpoint's own state overrules."""
+
 NEEDED = frozenset({
     "position", "model", "optimizers", "generators", "loader", "history", "diagnosis", "monitors", "facts",
 })  # fmt: skip
@@ -38,6 +41,8 @@ def state_of(loop: Loop) -> dict[str, Any]:
         "guard": loop.guard.state_dict(),
         "early_stopping": {"best": loop.early_stopping.best, "waited": loop.early_stopping.waited},
         "history": loop.history.state_dict(),
+        "open_row": loop.history.open_row,
+        "held_out": loop.held_out.generators(),
         "diagnosis": loop.diagnosis.state_dict(),
         "monitors": loop.monitors.state_dict(),
         "facts": loop.facts.state_dict(),
@@ -61,7 +66,7 @@ def restore(loop: Loop, state: Mapping[str, Any]) -> None:
         raise ConfigError([f"the checkpoint does not fit: {difference}" for difference in differences])
     for name, (theirs, ours) in _changes(loop, state).items():
         log.warning("%s was %s when the checkpoint was written and is %s now: the run goes on with %s.",
-                    name, theirs, ours, theirs if name == "seed" else ours)  # fmt: skip
+                    name, theirs, ours, theirs if name in OF_THE_STATE else ours)  # fmt: skip
     loop.model.load_state_dict(state["model"])
     for optimizer, kept in zip(loop.guard.optimizers, state["optimizers"], strict=True):
         _load_optimizer(optimizer, kept)
@@ -75,6 +80,11 @@ def restore(loop: Loop, state: Mapping[str, Any]) -> None:
     loop.early_stopping.best = state["early_stopping"]["best"]
     loop.early_stopping.waited = state["early_stopping"]["waited"]
     loop.history.load_state_dict(state["history"])
+    loop.history.open_row = state.get("open_row", {})
+    loop.held_out.set_generators(state.get("held_out", []))
+    if loop.position.updates:
+        for optimizer in loop.guard.optimizers:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch takes the scheduler's step for early
     loop.diagnosis.load_state_dict(state["diagnosis"])
     loop.monitors.load_state_dict(state["monitors"])
     loop.facts.load_state_dict(state["facts"])
@@ -117,8 +127,19 @@ def program_of(loop: Loop) -> dict[str, Any]:
         "accumulate": loop.config.accumulate,
         "scheduler_interval": loop.config.scheduler_interval.value,
         "precision": loop.precision.choice.value,
+        "clip_norm": loop.config.clip_norm,
+        "clip_value": loop.config.clip_value,
+        "lr": loop.given_rates,
+        "parameters": _parameter_names(loop),
         "loader": _order_of(loop.loader),
     }
+
+
+def _parameter_names(loop: Loop) -> list[list[str]]:
+    """Names of the parameters in each group of each optimizer, in order; "?" for one that the model does not have."""
+    names = {parameter: name for name, parameter in loop.model.named_parameters()}
+    groups = [group for optimizer in loop.guard.optimizers for group in optimizer.param_groups]
+    return [[names.get(parameter, "?") for parameter in group["params"]] for group in groups]
 
 
 def _order_of(loader: Any) -> dict[str, int]:
@@ -132,7 +153,7 @@ def _changes(loop: Loop, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]
     theirs, ours = state.get("program", {}), program_of(loop)
     changes = {
         name: (theirs[name], ours[name])
-        for name in ("seed", "accumulate", "scheduler_interval", "precision")
+        for name in ("seed", "lr", "accumulate", "clip_norm", "clip_value", "scheduler_interval", "precision")
         if name in theirs and theirs[name] != ours[name]
     }
     if "loader" in theirs and not state["position"]["batch"]:
@@ -155,6 +176,8 @@ def _other_program(loop: Loop, state: Mapping[str, Any]) -> list[str]:
         if was and now and was != now:
             kinds = (", ".join(was), ", ".join(now)) if isinstance(was, list) else (was, now)
             found.append(f"its {name} is {kinds[0]}, the program's {kinds[1]}; go on with the same, or start a new run")
+    if theirs.get("parameters", ours["parameters"]) != ours["parameters"]:
+        found.append("its optimizer holds the parameters in other groups or another order than the program's")
     for name, was in theirs.get("loader", {}).items():
         now = ours["loader"].get(name)
         if state["position"]["batch"] and now != was:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from safe_trainer.config import ConfigError
+
 Task = Callable[[nn.Module, Any], Mapping[str, Any]]
 
 OWN_KEYS = frozenset({"loss", "prediction", "target", "count"})
@@ -64,16 +66,22 @@ def count_of(outcome: Mapping[str, Any], batch: Any) -> int:
     """
     count = outcome.get("count")
     if count is not None:
-        if int(count) < 1:
-            raise ValueError(
-                f"a task's count, of the samples its loss is a mean over, must be at least 1 (got {count})"
-            )
+        if not _is_count(count):
+            must = "a task's count, of the samples its loss is a mean over, must be a whole number of at least 1"
+            raise ValueError(f"{must} (got {count!r})")
         return int(count)
     for value in (outcome.get("prediction"), batch):
         size = first_length(value)
         if size:
             return size
     return 1
+
+
+def _is_count(count: Any) -> bool:
+    try:
+        return not isinstance(count, str) and float(count) == int(count) >= 1
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # no number, NaN, infinity, or a tensor of several
+        return False
 
 
 def first_length(value: Any) -> int | None:
@@ -91,7 +99,7 @@ def extra_figures(outcome: Mapping[str, Any]) -> dict[str, Tensor]:
     """What a task reports besides its loss: every other tensor of one element, as it is now.
 
     Raises:
-        ValueError: a figure has the name of one of the loop's own.
+        ConfigError: a figure has the name of one of the loop's own.
     """
     figures = {
         name: value.detach().clone()  # it may be a weight, which moves before the figure is read
@@ -100,9 +108,11 @@ def extra_figures(outcome: Mapping[str, Any]) -> dict[str, Tensor]:
     }
     taken = sorted(figures.keys() & RESERVED)
     if taken:
-        raise ValueError(
-            f"a task's figures must not be called {', '.join(sorted(RESERVED))}, which the loop records itself "
-            f"(got {', '.join(taken)}); give them other names"
+        raise ConfigError(
+            [
+                f"a task's figures must not be called {', '.join(sorted(RESERVED))}, which the loop records itself "
+                f"(got {', '.join(taken)}); give them other names"
+            ]
         )
     return figures
 

@@ -24,7 +24,7 @@ from safe_trainer.data import length_of
 from safe_trainer.diagnosis import setting_of
 from safe_trainer.diagnosis.causes import folded
 from safe_trainer.ema import Average
-from safe_trainer.evaluation import evaluate
+from safe_trainer.evaluation import evaluate, one_number
 from safe_trainer.findings import CheckResult, Finding, Report, SafetyError, Severity
 from safe_trainer.guard import Guard, reachable_scalers, strangers, without_update
 from safe_trainer.loggers import JsonLines, TensorBoard
@@ -168,7 +168,7 @@ class SafeTrainer:
         if self.eval_step is not None:
             facts = contextlib.nullcontext() if self.loop is None else self.loop.facts.evaluating()
             with rng.isolated(), facts:
-                return {"val/loss": float(self.eval_step(self.model, self.loss_fn, self.val_loader))}
+                return {"val/loss": one_number(self.eval_step(self.model, self.loss_fn, self.val_loader))}
         if self.given_task is None and self.loss_fn is None:
             return {}  # a step of the user's own says nothing about how to judge a batch
         with contextlib.nullcontext() if self.loop is None else self.loop.facts.paused():
@@ -292,6 +292,7 @@ class SafeTrainer:
             average=self.average,
             train_step=self._user_step() if self.train_step else None,
             scaler_of_user=scaler_of_user,
+            held_out=self.val_loader,
         )
 
     def _user_step(self) -> Callable[[Any], Any]:

@@ -301,6 +301,9 @@ def _is_empty(cell: Any) -> bool:
         return True
 
 
+LARGEST = 2**20
+"""Elements of a tensor up to which a step's own is kept: running figures are small, data sets are not."""
+
 _NUMBERS = (bool, int, float, str, type(None))
 _OF_A_MODULE = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters, buffers, hooks."""
@@ -323,6 +326,8 @@ def step_back(step: Callable[..., Any], model: nn.Module, optimizers: Sequence[O
             ways.append(_assignment(namespace, name, value))
         elif type(value) in (list, dict, set):
             ways.append(_contents(value))
+        elif type(value) is Tensor and value.is_leaf and not value.is_inference() and value.numel() <= LARGEST:
+            ways.append(_values(value))
         elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
             ways.append(way_back(value))
     return ways
@@ -348,6 +353,18 @@ def attributes_back(model: nn.Module) -> list[Callable[[], None]]:
 
 def _assignment(namespace: MutableMapping[str, Any], name: str, value: Any) -> Callable[[], None]:
     return lambda: namespace.__setitem__(name, value)
+
+
+def _values(tensor: Tensor) -> Callable[[], None]:
+    """A tensor that is added to in place, such as a running mean."""
+    kept, version = tensor.detach().clone(), tensor._version
+
+    @torch.no_grad()
+    def back() -> None:
+        if tensor._version != version and tensor.shape == kept.shape:
+            tensor.copy_(kept)
+
+    return back
 
 
 def _contents(value: Any) -> Callable[[], None]:

@@ -420,7 +420,7 @@ def test_a_figure_must_not_take_a_name_of_the_loops_own(name, run_config):
         return {"loss": nn.functional.cross_entropy(model(batch[0]), batch[1]), name: torch.tensor(1.0)}
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=f"must not be called epoch, grad_norm, lr, step.*got {name}"):
+    with pytest.raises(ConfigError, match=f"must not be called epoch, grad_norm, lr, step.*got {name}"):
         SafeTrainer(model, None, optimizer, loader_of(blobs()), config=run_config(max_steps=3), task=task).run()
 
 
@@ -431,7 +431,7 @@ def test_a_count_of_no_samples_is_told(run_config):
         return {"loss": nn.functional.cross_entropy(model(batch[0]), batch[1]), "count": 0}
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"count.*must be at least 1"):
+    with pytest.raises(ValueError, match=r"count.*must be a whole number of at least 1"):
         SafeTrainer(
             model, None, optimizer, loader_of(blobs()), config=run_config(max_steps=4, accumulate=2), task=task
         ).run()
