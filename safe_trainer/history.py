@@ -21,10 +21,15 @@ class History:
         """Take note of one batch; tensors stay where they are."""
         self._pending.append((step, epoch, figures))
 
-    def flush(self) -> dict[str, float]:
-        """Copy what is pending to the host (the one wait) and give the mean of each figure since the last flush."""
+    def flush(self, *, keep: bool = False) -> dict[str, float]:
+        """Copy what is pending to the host (the one wait) and give the mean of each figure since the last flush.
+
+        Args:
+            keep: let the next means begin where these did.
+        """
         self.gather()
-        sums, self._sums = self._sums, {}
+        sums = self._sums
+        self._sums = sums if keep else {}
         return {name: total / count for name, (total, count) in sums.items()}
 
     def gather(self) -> None:

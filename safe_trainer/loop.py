@@ -129,7 +129,7 @@ class Loop:
         self.average, self.train_step = average, train_step
         self.forward_model: nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.clip_norm = FIRST_CLIP if config.clip_norm == "auto" else config.clip_norm and float(config.clip_norm)
+        self.clip_norm = FIRST_CLIP if config.clip_norm == "auto" else _number(config.clip_norm)
         self.position = Position()
         self.history = History()
         self.early_stopping = EarlyStopping(config.early_stopping)
@@ -227,10 +227,11 @@ class Loop:
         A run that was broken off within it does it again; what had been evaluated by then is not evaluated twice.
         """
         self.settle()
+        is_due = self.position.evaluated != self.position.step
         if self.group.batches and self.epoch_is_over:
             self.update(None)
             self.settle()
-        is_due = self.position.evaluated != self.position.step
+            is_due = True  # the weights are others now
         if is_due and not self.stopped and self.config.guard.enabled:
             self.check_weights()
         if self.stopped:
@@ -241,12 +242,15 @@ class Loop:
         if self.epoch_is_over:
             self.position.epoch, self.position.batch = self.position.epoch + 1, 0
             self.advance_scheduler(Interval.epoch, {"train/loss": training_loss, **figures})
-        if not is_due:
+        if not is_due:  # evaluated before the epoch was known to be over, which counts only now
+            self.history.flush()
+            if self.epoch_is_over and self.early_stopping.wants_to_stop(figures):
+                self.stopped = self.early_stopping.reason()
             return
         self.position.evaluated = self.position.step
         self.figures.update(figures)
         self.evaluations.append({"step": self.position.step, "epoch": self.position.epoch, **figures})
-        self.write_row(figures)
+        self.write_row(figures, aside=not self.epoch_is_over)
         if self.epoch_is_over and self.early_stopping.wants_to_stop(figures):
             self.stopped = self.early_stopping.reason()
         if self.group.batches:
@@ -267,8 +271,11 @@ class Loop:
 
     def evaluate_or_save(self) -> dict[str, float]:
         """The figures of an evaluation. If it fails, the epoch before it is not lost: a resumed run begins with it."""
+        generators = self.held_out.generators()
         try:
             figures = self.evaluate()
+            if not self.epoch_is_over:  # a run that goes on here would not have evaluated
+                self.held_out.set_generators(generators)
             self.early_stopping.check(figures)
             return figures
         except BaseException:
@@ -612,9 +619,13 @@ class Loop:
 
     # --- rows and checkpoints ----------------------------------------------------------------------------------------
 
-    def write_row(self, figures: dict[str, float] | None = None) -> None:
-        """One row of the log: means since the last row, and what an evaluation gave. The one wait for the device."""
-        means = self.history.flush()
+    def write_row(self, figures: dict[str, float] | None = None, *, aside: bool = False) -> None:
+        """One row of the log: means since the last row, and what an evaluation gave. The one wait for the device.
+
+        Args:
+            aside: a row that a run would not have that goes on here; the next one is what it would have been.
+        """
+        means = self.history.flush(keep=aside)
         if self.config.clip_norm == "auto":
             self.clip_norm = suggested_clip_norm(self.history.columns.get("grad_norm", ())) or self.clip_norm
         row = {f"train/{name}": value for name, value in means.items()} | (figures or {})
@@ -658,6 +669,10 @@ class Loop:
         self.output.flush()
         position = self.position
         self.checkpoints.save(state_of(self), step=position.step, epoch=position.epoch, metrics=figures or {})
+
+
+def _number(value: float | str | None) -> float | None:
+    return None if value is None else float(value)
 
 
 def batches_in_epoch(config: Config, loader: Any) -> int | None:

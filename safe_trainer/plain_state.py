@@ -55,8 +55,8 @@ def _difference(name: str, saved: Any, wanted: Any) -> str | None:
         return f"{name} is in the " + (
             "model but not in the checkpoint" if saved is None else "checkpoint but not in the model"
         )
-    if not (isinstance(saved, Tensor) and isinstance(wanted, Tensor)):
-        return None
+    if not (isinstance(saved, Tensor) and isinstance(wanted, Tensor)) or is_lazy(wanted):
+        return None  # a lazy tensor takes the shape it is given
     is_same = saved.shape == wanted.shape and saved.dtype == wanted.dtype
     return None if is_same else f"{name} is {_looks(saved)} in the checkpoint and {_looks(wanted)} in the model"
 
