@@ -59,7 +59,7 @@ types: $(VENV)/.installed-dev
 	rm -rf build/lib build/typing
 	$(PIP) install --quiet --no-deps --no-build-isolation --target build/typing .
 	cd build/typing && $(ABSOLUTE_BIN)/python -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p safe_trainer
-	$(BIN)/python -m mypy docs/make_configuration.py docs/make_faults.py
+	cd build/typing && $(ABSOLUTE_BIN)/python -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache ../../docs/make_configuration.py ../../docs/make_faults.py
 
 format: $(VENV)/.installed-dev ## Format the code and mend what ruff can mend
 	$(BIN)/python -m ruff check --fix .

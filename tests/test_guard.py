@@ -434,3 +434,26 @@ def test_which_optimizers_evaluate_the_model_themselves():
     assert needs_closure(torch.optim.LBFGS(parameters))
     assert not any(needs_closure(make(parameters)) for make in OPTIMIZERS.values())
     assert issubclass(Loop, object)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_host_never_waits_for_the_device_in_the_steady_state(run_config):
+    """From the first step on behind the fuse, with a fused optimizer; rows and checkpoints are left out."""
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    batch = [torch.randn(16, 8, device="cuda"), torch.randint(3, (16,), device="cuda")]
+    waits = []
+
+    class Batches:
+        def __iter__(self):
+            for number in range(20):
+                torch.cuda.set_sync_debug_mode("error" if 3 <= number < 18 else "default")
+                waits.append(number)
+                yield batch
+
+    config = run_config(max_steps=20, log_every=1000, **{"monitor.every": 0, "checkpoint.enabled": False})
+    try:
+        SafeTrainer(model, nn.CrossEntropyLoss(), optimizer, Batches(), config=config, loggers=[]).run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) == 20
