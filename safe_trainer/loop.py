@@ -122,6 +122,7 @@ class Loop:
         train_step: Callable[[Any], Any] | None = None,
         scaler_of_user: torch.amp.GradScaler | None = None,
         held_out: Any = (),
+        own_evaluation: bool = False,
     ) -> None:
         self.config, self.model, self.task, self.optimizer, self.loader = config, model, task, optimizer, loader
         self.scheduler, self.precision, self.guard, self.anomaly = scheduler, precision, guard, anomaly
@@ -147,6 +148,8 @@ class Loop:
         self.held_out = LoaderState(held_out)
         self.given_rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.scaler_of_user = scaler_of_user
+        self.watches_all = train_step is not None or own_evaluation
+        """Whether facts are gathered in every step: what is ours does nothing behind the looks' back."""
         self.epoch_length, self.epoch_is_over = batches_in_epoch(config, loader), False
         self.generators: dict[str, Any] | None = None
         self.stopped = ""
@@ -156,8 +159,8 @@ class Loop:
     def fit(self) -> None:
         """Train until the steps are done, a fault ends the run, or the run no longer gets better."""
         handles = self.guard.install_gate() if self.needs_gate() else []
-        if self.train_step is not None:
-            self.facts.__enter__()  # a step of ours does nothing behind the looks' back
+        if self.watches_all:
+            self.facts.__enter__()
         try:
             if self.position.evaluation_is_due:
                 self.go_on_with_evaluation()
@@ -300,7 +303,7 @@ class Loop:
         """The user's own step, or ours."""
         step, own = self.position.step, self.train_step is None
         take = self.step if own else self.step_of_user
-        if own and not (self.facts.due(step) or step % RATE_EVERY == 0):
+        if not (self.watches_all or self.facts.due(step) or step % RATE_EVERY == 0):
             return take(batch)
         with self.facts.looking(step):
             figures = take(batch)

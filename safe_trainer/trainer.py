@@ -293,6 +293,7 @@ class SafeTrainer:
             train_step=self._user_step() if self.train_step else None,
             scaler_of_user=scaler_of_user,
             held_out=self.val_loader,
+            own_evaluation=self.eval_step is not None,
         )
 
     def _user_step(self) -> Callable[[Any], Any]:
