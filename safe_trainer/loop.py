@@ -148,6 +148,8 @@ class Loop:
         self.held_out = LoaderState(held_out)
         self.given_rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.scaler_of_user = scaler_of_user
+        self.next_look = 0
+        """The next step that monitors or facts ask for; 0 is every one."""
         self.watches_all = train_step is not None or own_evaluation
         """Whether facts are gathered in every step: what is ours does nothing behind the looks' back."""
         self.epoch_length, self.epoch_is_over = batches_in_epoch(config, loader), False
@@ -293,11 +295,21 @@ class Loop:
         if self.moves_batches:
             batch = to_device(batch, self.precision.device, self.config.channels_last)
         try:
-            figures = self.measured(batch) if self.is_measured() else self.any_step(batch)
+            figures = self.step(batch) if self.position.step < self.next_look else self.looked_at(batch)
         except Exception as error:
             error.add_note(self.output.place_of(error, self.position.step, batch, self.model))
             raise
         self.history.add(self.position.step, self.position.epoch, figures)
+
+    def looked_at(self, batch: Any) -> dict[str, Tensor | float]:
+        """A step that somebody may want to see; the others go straight to `step`, which is all that they cost."""
+        figures = self.measured(batch) if self.is_measured() else self.any_step(batch)
+        if not self.watches_all and self.config.accumulate == 1:
+            following = itertools.count(self.position.step + 1)
+            self.next_look = next(
+                k for k in following if k % RATE_EVERY == 0 or self.monitors.due(k) or self.facts.due(k)
+            )
+        return figures
 
     def any_step(self, batch: Any) -> dict[str, Tensor | float]:
         """The user's own step, or ours."""

@@ -238,8 +238,11 @@ def test_a_run_killed_in_an_evaluation_evaluates_when_it_is_resumed(length_is_kn
             seen.append(len(seen))
             if deadly is not None and len(seen) == deadly:
                 raise Killed
+            model.eval()
             with torch.no_grad():
-                return sum(loss_fn(model(x), y).item() for x, y in loader)
+                loss = sum(loss_fn(model(x), y).item() for x, y in loader)
+            model.train()
+            return loss
 
         loader = ours(0)
         if not length_is_known:
