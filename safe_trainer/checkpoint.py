@@ -292,7 +292,9 @@ class Checkpoints:
             errno.EPERM: denied,
             errno.EROFS: "the file system is read-only: set run_dir to another place",
         }.get(error.errno or 0, str(error))
-        kept = [info.path.name for info in self._whole()]
+        kept: list[str] = []
+        with contextlib.suppress(OSError):  # what cannot be written to may not be readable either
+            kept = [info.path.name for info in self._whole()]
         rest = f"Whole checkpoints there from before: {', '.join(kept)}." if kept else "No checkpoint is there yet."
         explained = CheckpointError(f"The checkpoint {path} could not be written: {cause}. {rest}")
         explained.errno = error.errno

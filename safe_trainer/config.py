@@ -232,7 +232,7 @@ class AnomalyConfig:
 
 @dataclass(kw_only=True)
 class MonitorConfig:
-    """When the health monitors measure every layer. They come with a later version."""
+    """When every layer is measured, for the rules."""
 
     every: int = 100
     """Steps between two measured steps, besides steps 1, 10 and 30; 0 switches the monitors off."""
@@ -243,7 +243,7 @@ class MonitorConfig:
 
 @dataclass(kw_only=True)
 class RepairConfig:
-    """What may be mended while training. It comes with the monitors."""
+    """What may be mended while training."""
 
     dead_units: bool = False
     """Start units anew that have been dead over a whole window."""

@@ -27,7 +27,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from safe_trainer.config import ConfigError, LoaderConfig, did_you_mean
+from safe_trainer.config import Config, ConfigError, LoaderConfig, did_you_mean
 from safe_trainer.utils import rng
 
 Collate = Callable[[list[Any]], Any]
@@ -317,6 +317,23 @@ def length_of(loader: Any) -> int | None:
         return len(loader)
     except TypeError:
         return None
+
+
+def batches_in_epoch(config: Config, loader: Any) -> int | None:
+    """Training batches of one epoch, where the loader tells."""
+    length = length_of(loader)
+    known = [count for count in (length, config.limit_train_batches) if count is not None]
+    return min(known) if length is not None else None
+
+
+def no_training_batches(epoch: int) -> str:
+    """What to say about a training loader without batches."""
+    if epoch == 0:
+        return "the training loader must give at least one batch (got none); look at its data, batch_size and drop_last"
+    return (
+        f"the training loader gave no batch in epoch {epoch + 1}: an iterator can be read only once; "
+        "pass a DataLoader, or any object whose __iter__ starts anew"
+    )
 
 
 def is_dataset(value: Any) -> bool:

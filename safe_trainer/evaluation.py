@@ -62,7 +62,8 @@ def evaluate(
                     outcome = task(model, batch)
                 count = count_of(outcome, batch)
                 seen += count
-                for name, value in {"loss": loss_of(outcome), **extra_figures(outcome)}.items():
+                # the mean over nothing, a NaN more often than not, does not count
+                for name, value in {"loss": loss_of(outcome), **extra_figures(outcome)}.items() if count else ():
                     totals[name] = totals.get(name, 0.0) + value.detach().reshape(()).to(wide) * count
                 if metrics is not None:
                     metrics.update(*_compared(outcome))
@@ -82,22 +83,6 @@ def no_batches(part: str) -> str:
         f"the {part} loader must give at least one batch at every evaluation (got none); give it data, take a loader "
         "that can be read again and again (an iterator can be read once), or set limit_val_batches=0"
     )
-
-
-def one_number(result: Any) -> float:
-    """What a user's own evaluation returned.
-
-    Raises:
-        TypeError: it is not one number.
-    """
-    number = result.detach() if isinstance(result, Tensor) else result
-    if not isinstance(number, str) and getattr(number, "size", 1) not in (0,):
-        try:
-            return float(number)
-        except (TypeError, ValueError, RuntimeError):
-            pass
-    got = describe_batch(result) if isinstance(result, Tensor) else type(result).__name__
-    raise TypeError(f"eval_step must return the validation loss, one number (got {got})")
 
 
 @contextlib.contextmanager

@@ -68,6 +68,11 @@ class Finding:
         object.__setattr__(self, "severity", Severity(self.severity))  # the only way into a frozen dataclass
         object.__setattr__(self, "symptoms", tuple(self.symptoms))
 
+    def state_dict(self) -> dict[str, Any]:
+        """All of it in plain types; ``Finding(**state)`` is the way back."""
+        state: dict[str, Any] = _plain(self)
+        return state
+
     @property
     def is_alarm(self) -> bool:
         """Whether it warns of anything: an info never does."""

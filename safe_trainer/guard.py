@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,6 @@ log = logging.getLogger(__name__)
 
 MAX_REPLAYS = 3
 """Trips that are replayed: a replay costs some ten steps, and the fourth tells what the first three told."""
-
-SCALE_FLOOR = 1.0
-"""A loss scale below this means that true gradients, not scaled ones, overflow half precision."""
 
 Replay = Callable[[Any], Any]
 """Runs forward and backward of a batch again, and returns the loss."""
@@ -364,9 +361,7 @@ class Guard:
             "rollbacks": self.rollbacks,
             "applied": self.applied,
             "repeats": [[*key, count] for key, count in self._repeats.items()],
-            "findings": [
-                {**asdict(f), "severity": f.severity.value, "symptoms": list(f.symptoms)} for f in self.findings
-            ],
+            "findings": [finding.state_dict() for finding in self.findings],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

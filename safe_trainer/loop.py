@@ -18,26 +18,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from safe_trainer import probe
+from safe_trainer.accumulation import Group, open_group_of, reopen
 from safe_trainer.checkpoint import Checkpoints
 from safe_trainer.config import Config, ConfigError, Interval, OnFault
-from safe_trainer.data import length_of
+from safe_trainer.data import batches_in_epoch, no_training_batches
 from safe_trainer.diagnosis import Diagnosis, Evidence, Probe, Setting, take_in
+from safe_trainer.diagnosis.causes import explained
 from safe_trainer.diagnosis.clip_norm import suggested_clip_norm
-from safe_trainer.diagnosis.dead import dead_layers
 from safe_trainer.early_stopping import EarlyStopping
 from safe_trainer.ema import Average
 from safe_trainer.findings import Finding, Severity
-from safe_trainer.guard import SCALE_FLOOR, Action, Attempt, Guard, norm_of
+from safe_trainer.guard import Action, Attempt, Guard, norm_of
 from safe_trainer.history import History
 from safe_trainer.loader_state import LoaderState
+from safe_trainer.measuring import is_measured, measured, next_look
 from safe_trainer.output import Output
-from safe_trainer.precision import Precision
-from safe_trainer.repair import revive_dead_units
+from safe_trainer.precision import SCALE_FLOOR, Precision, scale_floor_finding
 from safe_trainer.run_state import state_of
-from safe_trainer.task import Task, count_of, extra_figures, loss_of, to_device
+from safe_trainer.task import Task, count_of, extra_figures, loss_of, to_device, value_of
 from safe_trainer.undo import containers
-from safe_trainer.untouched import untouched
 from safe_trainer.utils import rng
 from safe_trainer.utils.anomaly import AnomalyDetector, raised_by_anomaly_mode
 from safe_trainer.utils.monitors import Monitors
@@ -49,11 +48,6 @@ DEFAULT_EPOCHS = 10
 
 FIRST_CLIP = 1.0
 """Gradient norm that clip_norm=auto allows until it knows enough healthy ones: what most published recipes clip to."""
-
-WINDOW = 3
-"""Measured steps over which a unit must be silent to count as inactive: not one, as a batch may lack what it answers
-to, and few, as the window begins anew only when it is full.
-"""
 
 TrainStep = Callable[[nn.Module, Any, Optimizer, Any], Any]
 
@@ -75,17 +69,6 @@ class Position:
     """The run was broken off in the evaluation after this step: it is made before anything else."""
     epoch_is_over: bool = False
     """Whether that evaluation stands at the end of an epoch."""
-
-
-@dataclass
-class Group:
-    """The batches of an accumulated step so far."""
-
-    batches: int = 0
-    weight: float = 0.0
-    """Of all batches, relative to the first."""
-    size: int = 0
-    """Samples of the first."""
 
 
 @dataclass
@@ -141,6 +124,8 @@ class Loop:
         self.probes: list[Probe] = []
         self.evaluations: list[dict[str, float]] = []
         self.group = Group()
+        self.open_group: dict[str, Any] | None = None
+        """How things stood before the step of a group that the end of the run cut short."""
         self.late = guard.config.enabled and reads_late(config, optimizer, precision, train_step)
         self.pending: Pending | None = None
         self.moves_batches = precision.device.type != "cpu" or config.channels_last
@@ -161,35 +146,37 @@ class Loop:
     def fit(self) -> None:
         """Train until the steps are done, a fault ends the run, or the run no longer gets better."""
         handles = self.guard.install_gate() if self.needs_gate() else []
-        if self.watches_all:
-            self.facts.__enter__()
         try:
-            if self.position.evaluation_is_due:
-                self.go_on_with_evaluation()
-            while not self.is_done():
-                batches = self.batches_of_epoch()
-                for batch in batches:
-                    self.position.step += 1
-                    self.position.batch += 1
-                    self.train_on(batch)
-                    self.output.advance(self.position.step, self.position.epoch)
-                    if self.position.step % self.config.log_every == 0:
-                        self.write_row()
-                    elif self.facts.due(self.position.step):
-                        self.diagnose()
-                    is_last = self.position.step == self.config.max_steps
-                    if self.is_checkpoint_due() and not (is_last or self.epoch_is_over):  # `end_epoch` writes one
-                        self.save()
-                    if self.stopped or is_last:
-                        if self.epoch_is_over:
-                            next(batches, None)  # read to the very end: samplers draw once more there
-                        break
-                self.end_epoch()
+            with self.facts if self.watches_all else contextlib.nullcontext():
+                self.run_epochs()
         finally:
-            self.facts.__exit__()
             for handle in handles:
                 handle.remove()
             self.optimizer.__dict__.pop("found_inf", None)
+
+    def run_epochs(self) -> None:
+        """The epochs, batch by batch."""
+        if self.position.evaluation_is_due:
+            self.go_on_with_evaluation()
+        while not self.is_done():
+            batches = self.batches_of_epoch()
+            for batch in batches:
+                self.position.step += 1
+                self.position.batch += 1
+                self.train_on(batch)
+                self.output.advance(self.position.step, self.position.epoch)
+                if self.position.step % self.config.log_every == 0:
+                    self.write_row()
+                elif self.facts.due(self.position.step):
+                    self.diagnose()
+                is_last = self.position.step == self.config.max_steps
+                if self.is_checkpoint_due() and not (is_last or self.epoch_is_over):  # `end_epoch` writes one
+                    self.save()
+                if self.stopped or is_last:
+                    if self.epoch_is_over:
+                        next(batches, None)  # read to the very end: samplers draw once more there
+                    break
+            self.end_epoch()
 
     def needs_gate(self) -> bool:
         """Whether the guard must stand in the optimizers' steps: in a user's step, and where a fused optimizer is left
@@ -213,6 +200,9 @@ class Loop:
         resumed, self.generators = self.generators, None
         if resumed is not None:
             rng.restore(resumed)
+        if self.open_group is not None:
+            reopen(self, self.open_group)
+            self.open_group = None
         batches = self.place.begin(epoch, done)
         if resumed is not None and done:  # beginning an epoch in its middle drew from them once more
             rng.restore(resumed)
@@ -224,7 +214,7 @@ class Loop:
             yield batch
         self.epoch_is_over = True
         if not count:
-            raise ConfigError([no_batches(epoch)])
+            raise ConfigError([no_training_batches(epoch)])
 
     def end_epoch(self) -> None:
         """What is due between epochs and at the end: the open group, evaluation, scheduler, log row, checkpoint.
@@ -233,9 +223,8 @@ class Loop:
         """
         self.settle()
         is_due = self.position.evaluated != self.position.step
-        if self.group.batches and self.epoch_is_over:
-            self.update(None)
-            self.settle()
+        if self.group.batches:
+            self.end_group()
             is_due = True  # the weights are others now
         if is_due and not self.stopped and self.config.guard.enabled:
             self.check_weights()
@@ -258,13 +247,14 @@ class Loop:
         self.write_row(figures, aside=not self.epoch_is_over)
         if self.epoch_is_over and self.early_stopping.wants_to_stop(figures):
             self.stopped = self.early_stopping.reason()
-        if self.group.batches:
-            log.info(
-                "The run ends within a group of accumulate=%d: its %d batches wait in the checkpoint for the rest.",
-                self.config.accumulate,
-                self.group.batches,
-            )
         self.save(figures)
+
+    def end_group(self) -> None:
+        """Step with the batches that there are; a run that goes on from within an epoch will have more of them."""
+        if not self.epoch_is_over and self.checkpoints is not None:
+            self.open_group = open_group_of(self)
+        self.update(None)
+        self.settle()
 
     def go_on_with_evaluation(self) -> None:
         """Make the evaluation in which the run was broken off."""
@@ -303,12 +293,8 @@ class Loop:
 
     def looked_at(self, batch: Any) -> dict[str, Tensor | float]:
         """A step that somebody may want to see; the others go straight to `step`, which is all that they cost."""
-        figures = self.measured(batch) if self.is_measured() else self.any_step(batch)
-        if not self.watches_all and self.config.accumulate == 1:
-            following = itertools.count(self.position.step + 1)
-            self.next_look = next(
-                k for k in following if k % RATE_EVERY == 0 or self.monitors.due(k) or self.facts.due(k)
-            )
+        figures = measured(self, batch) if is_measured(self) else self.any_step(batch)
+        self.next_look = next_look(self)
         return figures
 
     def any_step(self, batch: Any) -> dict[str, Tensor | float]:
@@ -323,75 +309,11 @@ class Loop:
                 self.facts.drop()
             return figures
 
-    def is_measured(self) -> bool:
-        """Whether the monitors look at this batch; under accumulation at the group's last, which moves the weights."""
-        every, step = self.config.accumulate, self.position.step
-        if every == 1:
-            return self.monitors.due(step)
-        return self.group.batches == every - 1 and any(map(self.monitors.due, range(step - every + 1, step + 1)))
-
-    def measured(self, batch: Any) -> dict[str, Tensor | float]:
-        """One step with the monitors' hooks on. Under compile, which passes hooks by, they see an eager pass more."""
-        began, compiled = rng.Snapshot(), self.forward_model is not self.model
-        with self.monitors.measure(self.position.step, loss_scale=self.loss_scale(), eager=compiled):
-            if compiled:
-                self.eager_pass(containers(batch), began)
-            figures = self.any_step(batch)
-        if self.monitors.kept(self.position.step):
-            if self.monitors.history[-1].window_steps >= WINDOW:
-                if self.config.repair.dead_units:
-                    self.revive()
-                self.monitors.read()
-            if self.train_step is None and self.config.accumulate == 1:
-                self.probe(batch, float(figures["loss"]), began)
-        return figures
-
-    def revive(self) -> None:
-        """Give mostly dead layers new incoming weights for their dead units."""
-        latest = self.monitors.history[-1]
-        inactive = self.monitors.inactive_units()
-        dead = {layer.name: inactive[layer.name] for layer in dead_layers(latest)}
-        seed = (self.config.seed or 0) + self.position.step
-        order, optimizers = list(latest.layers), self.guard.optimizers
-        for name, units in revive_dead_units(self.model, dead, optimizers, order=order, seed=seed).items():
-            log.info("Step %d: %d dead units behind %s got new weights.", self.position.step, units, name)
-
-    def probe(self, batch: Any, before: float, began: rng.Snapshot) -> None:
-        """Look at the loss of the same batch after its step, if the curve leaves that in doubt."""
-        self.history.gather()
-        if not probe.is_wanted([*self.history.columns["loss"], before]):
-            return
-        with self.not_counted():
-            after = probe.loss_again(lambda: self.loss_without_step(batch), began, self.model, self.task)
-        if after is None:
-            return
-        self.probes.append(Probe(step=self.position.step, before=before, after=after))
-
     @contextlib.contextmanager
     def not_counted(self) -> Iterator[None]:
         """What the body runs is no step of the program: a replay, a probe."""
         with self.anomaly.suspended(), self.facts.paused():
             yield
-
-    def loss_scale(self) -> Tensor | float | None:
-        """What the loss is multiplied by before backward, by our scaler or by one that the user's step holds."""
-        scaler = self.precision.scaler
-        if scaler is None and self.train_step is not None:
-            scaler = self.scaler_of_user
-        return None if scaler is None else getattr(scaler, "_scale", None)
-
-    def eager_pass(self, batch: Any, began: rng.Snapshot) -> None:
-        """Forward and backward uncompiled, for the monitors; undone."""
-        group = self.group.weight, self.group.size
-        with self.not_counted(), untouched(self.model, self.guard.optimizers):
-            self.again(batch)
-        self.group.weight, self.group.size = group
-        began.restore()
-
-    def loss_without_step(self, batch: Any) -> Tensor:
-        """Loss of a batch, and nothing else. With a graph: checkpoints, and penalties on gradients, need one."""
-        with self.precision.autocast():
-            return loss_of(self.task(self.model, containers(batch)))
 
     def step(self, batch: Any) -> dict[str, Tensor | float]:
         """The loop's own step."""
@@ -434,7 +356,7 @@ class Loop:
         """Loss of the batch, its gradients added to those of the group; a group begins with none."""
         if self.group.batches == 0:
             self.optimizer.zero_grad(set_to_none=True)
-            self.group.weight = 0.0
+            self.group.begin()
         with self.anomaly if self.anomaly.enabled else self.precision.nothing:
             with self.precision.autocast():
                 outcome = self.task(self.forward_model if model is None else model, batch)
@@ -442,23 +364,15 @@ class Loop:
             if self.config.accumulate == 1:
                 self.precision.backward(loss)
             else:
-                self.precision.backward(loss * self.share(count_of(outcome, batch)))
+                self.precision.backward(loss * self.group.share(count_of(outcome, batch)))
         return loss, extra_figures(outcome)
-
-    def share(self, count: int) -> float:
-        """Weight of this batch in its group, relative to the group's first: equal batches have weight 1."""
-        if self.group.batches == 0:
-            self.group.size = count
-        weight = count / self.group.size
-        self.group.weight += weight
-        return weight
 
     def update(self, attempt: Attempt | None, loss: Tensor | None = None) -> Tensor | float | None:
         """Clip and step the optimizer with the group's gradients, if they are finite; their norm before clipping."""
         self.precision.unscale(self.optimizer)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        if self.config.accumulate > 1 and self.group.weight != 1.0:
-            torch._foreach_div_(gradients, self.group.weight)
+        if self.config.accumulate > 1:
+            self.group.average(gradients)
         self.group.batches = 0
         norm = self.norm_and_clip(gradients)
         if attempt is None or loss is None:
@@ -498,7 +412,7 @@ class Loop:
         if self.precision.step(self.optimizer):
             self.commit()
         elif self.precision.scaler is not None and self.precision.scaler.get_scale() < SCALE_FLOOR:
-            self.report_scale_floor()
+            self.tell_scale_floor(self.precision.scaler.get_scale())
 
     def commit(self, following: Attempt | None = None) -> None:
         """What follows an applied step: the average of the weights and the scheduler. A skipped step has neither.
@@ -569,7 +483,7 @@ class Loop:
         train_step = self.train_step
         try:
             with self.anomaly:
-                loss = value_of(train_step(batch))
+                loss = value_of(train_step(batch), "train_step")
         except RuntimeError as error:
             if attempt is None or not raised_by_anomaly_mode(error):
                 raise
@@ -613,21 +527,10 @@ class Loop:
             if outcome[1] is Action.stop:
                 self.stopped = "a weight that is not finite"
 
-    def report_scale_floor(self) -> None:
-        """The loss scale has fallen so far that true gradients overflow: half precision cannot hold this model."""
-        assert self.precision.scaler is not None
-        finding = Finding(
-            fault="precision.overflow",
-            severity=Severity.error,
-            stage="training",
-            where=None,
-            step=self.position.step,
-            evidence=f"the loss scale fell to {self.precision.scaler.get_scale():g}: true gradients overflow float16",
-            cause="gradients or activations are too large for float16, or one of them is not finite in any precision",
-            remedy="train with precision=bf16 or fp32 to see which it is; lower the learning rate; look for a NaN",
-        )
-        if not any(earlier.fault == finding.fault for earlier in self.findings):
-            self.findings.append(finding)
+    def tell_scale_floor(self, scale: float) -> None:
+        """The loss scale has fallen to its floor."""
+        finding = scale_floor_finding(scale, self.position.step)
+        if take_in(self.findings, finding):
             self.output.finding(finding)
         if self.config.on_fault is OnFault.stop:
             self.stopped = "the loss scale fell to its floor"
@@ -641,7 +544,7 @@ class Loop:
             aside: a row that a run would not have that goes on here; the next one is what it would have been.
         """
         means = self.history.flush(keep=aside)
-        if self.config.clip_norm == "auto":
+        if self.config.clip_norm == "auto" and not aside:
             self.clip_norm = suggested_clip_norm(self.history.columns.get("grad_norm", ())) or self.clip_norm
         row = {f"train/{name}": value for name, value in means.items()} | (figures or {})
         epoch = self.position.epoch - (self.position.batch == 0)  # the one that the last batch belongs to
@@ -662,7 +565,7 @@ class Loop:
             ended=self.is_done(),
         )
         for finding in self.diagnosis.feed(evidence):
-            if take_in(self.findings, finding):
+            if take_in(self.findings, finding) and finding.fault not in explained(self.findings):
                 self.output.finding(finding)
             if finding.severity is Severity.error and self.config.on_fault is OnFault.stop:
                 self.stopped = f"{finding.fault} in step {self.position.step}"
@@ -690,13 +593,6 @@ def _number(value: float | str | None) -> float | None:
     return None if value is None else float(value)
 
 
-def batches_in_epoch(config: Config, loader: Any) -> int | None:
-    """Training batches of one epoch, where the loader tells."""
-    length = length_of(loader)
-    known = [count for count in (length, config.limit_train_batches) if count is not None]
-    return min(known) if length is not None else None
-
-
 def reads_late(config: Config, optimizer: Optimizer, precision: Precision, train_step: object) -> bool:
     """Whether the device can leave out a non-finite step by itself, so that the host need not wait for the flag.
 
@@ -710,27 +606,3 @@ def reads_late(config: Config, optimizer: Optimizer, precision: Precision, train
     ):
         return False
     return all(group.get("fused") for group in optimizer.param_groups)
-
-
-def value_of(loss: Any) -> Tensor | float:
-    """What a user's step returned, as one number.
-
-    Raises:
-        TypeError: it returned nothing, or not one number.
-    """
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        return loss.detach().reshape(()).clone()  # a step may add the next one to the very tensor
-    if isinstance(loss, (int, float)) and not isinstance(loss, bool):
-        return float(loss)
-    got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-    raise TypeError(f"train_step must return the loss, one number (got {got}); end it with `return loss`")
-
-
-def no_batches(epoch: int) -> str:
-    """What to say about a loader without batches."""
-    if epoch == 0:
-        return "the training loader must give at least one batch (got none); look at its data, batch_size and drop_last"
-    return (
-        f"the training loader gave no batch in epoch {epoch + 1}: an iterator can be read only once; "
-        "pass a DataLoader, or any object whose __iter__ starts anew"
-    )

@@ -1,16 +1,19 @@
-"""Arithmetic of a step: autocast, loss scaling, clipping. Touches gradients and the optimizer's step, nothing else."""
+"""Arithmetic of a step: autocast and loss scaling. Touches gradients and the optimizer's step, nothing else."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from safe_trainer.config import ConfigError
 from safe_trainer.config import Precision as Choice
+from safe_trainer.findings import Finding, Severity
+
+SCALE_FLOOR = 1.0
+"""A loss scale below this means that true gradients, not scaled ones, overflow half precision."""
 
 _AUTOCAST = {Choice.bf16: torch.bfloat16, Choice.fp16: torch.float16}
 
@@ -60,10 +63,14 @@ class Precision:
         return self.scaler.get_scale() >= before
 
 
-def clip(parameters: Iterable[nn.Parameter], norm: float | None, value: float | None) -> Tensor | None:
-    """Clip gradients in place by global norm or by value; the norm before clipping, where it was needed."""
-    if norm is not None:
-        return torch.nn.utils.clip_grad_norm_(parameters, norm)
-    if value is not None:
-        torch.nn.utils.clip_grad_value_(parameters, value)
-    return None
+def scale_floor_finding(scale: float, step: int) -> Finding:
+    """The loss scale has fallen so far that true gradients overflow: half precision cannot hold this model."""
+    return Finding(
+        fault="precision.overflow",
+        severity=Severity.error,
+        stage="training",
+        step=step,
+        evidence=f"the loss scale fell to {scale:g}: true gradients overflow float16",
+        cause="gradients or activations are too large for float16, or one of them is not finite in any precision",
+        remedy="train with precision=bf16 or fp32 to see which it is; lower the learning rate; look for a NaN",
+    )

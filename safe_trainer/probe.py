@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from statistics import median_high
 from typing import Any
 
 from torch import nn
@@ -28,7 +29,7 @@ def is_wanted(losses: Sequence[float]) -> bool:
     """Whether the curve so far leaves in doubt that steps do any good; only then a probe is worth its forward pass."""
     first = [loss for loss in losses[: 2 * RECENT] if math.isfinite(loss)][:RECENT]
     last = [loss for loss in losses[-2 * RECENT :] if math.isfinite(loss)][-RECENT:]
-    return bool(first and last) and _middle(last) >= _middle(first) - NOT_MUCH * abs(_middle(first))
+    return bool(first and last) and median_high(last) >= median_high(first) - NOT_MUCH * abs(median_high(first))
 
 
 def loss_again(
@@ -55,7 +56,3 @@ def loss_again(
         buffers.restore()
         for back in ways:
             back()
-
-
-def _middle(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from torch.optim import Optimizer
-
+from safe_trainer.accumulation import load_parts, optional_parts, parts_of
 from safe_trainer.checkpoint import state_differences
 from safe_trainer.config import ConfigError
 from safe_trainer.diagnosis import Probe, take_in
@@ -32,11 +31,9 @@ def state_of(loop: Loop) -> dict[str, Any]:
     """Everything that `restore` needs to go on to the same bits."""
     return {
         "position": asdict(loop.position),
-        "group": _open_group(loop),
+        "open_group": loop.open_group,
         "program": program_of(loop),
-        "model": loop.model.state_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in loop.guard.optimizers],
-        **{name: None if part is None else part.state_dict() for name, part in _optional_parts(loop).items()},
+        **parts_of(loop),
         "anomaly": loop.anomaly.state_dict(),
         "guard": loop.guard.state_dict(),
         "early_stopping": {"best": loop.early_stopping.best, "waited": loop.early_stopping.waited},
@@ -67,14 +64,12 @@ def restore(loop: Loop, state: Mapping[str, Any]) -> None:
     for name, (theirs, ours) in _changes(loop, state).items():
         log.warning("%s was %s when the checkpoint was written and is %s now: the run goes on with %s.",
                     name, theirs, ours, theirs if name in OF_THE_STATE else ours)  # fmt: skip
-    loop.model.load_state_dict(state["model"])
-    for optimizer, kept in zip(loop.guard.optimizers, state["optimizers"], strict=True):
-        _load_optimizer(optimizer, kept)
-    for name, part in _optional_parts(loop).items():
-        if part is not None:
-            part.load_state_dict(state[name])
+    try:
+        load_parts(loop, state)
+    except (ValueError, KeyError) as error:
+        raise ConfigError([f"the checkpoint does not fit: {error}"]) from error
     loop.position = type(loop.position)(**state["position"])
-    _reopen_group(loop, state.get("group"))
+    loop.open_group = state.get("open_group")
     loop.anomaly.load_state_dict(state["anomaly"])
     loop.guard.load_state_dict(state["guard"])
     loop.early_stopping.best = state["early_stopping"]["best"]
@@ -97,25 +92,6 @@ def restore(loop: Loop, state: Mapping[str, Any]) -> None:
     loop.figures = dict(state["figures"])
     loop.place.load_state_dict(state["loader"])
     loop.generators = state["generators"]
-
-
-def _optional_parts(loop: Loop) -> dict[str, Any]:
-    return {"scheduler": loop.scheduler, "scaler": loop.precision.scaler, "ema": loop.average}
-
-
-def _open_group(loop: Loop) -> dict[str, Any] | None:
-    """The gradients of an accumulated step that is not complete, and how much they stand for."""
-    if not loop.group.batches:
-        return None
-    return {**asdict(loop.group), "gradients": [p.grad for p in loop.parameters]}
-
-
-def _reopen_group(loop: Loop, group: Mapping[str, Any] | None) -> None:
-    if group is None:
-        return
-    loop.group = type(loop.group)(batches=group["batches"], weight=group["weight"], size=group["size"])
-    for parameter, gradient in zip(loop.parameters, group["gradients"], strict=True):
-        parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
 
 
 def program_of(loop: Loop) -> dict[str, Any]:
@@ -189,24 +165,17 @@ def _differences(loop: Loop, state: Mapping[str, Any]) -> list[str]:
     found = state_differences(state["model"], loop.model.state_dict()) + _other_program(loop, state)
     if len(state["optimizers"]) != len(loop.guard.optimizers):
         found.append(f"it has {len(state['optimizers'])} optimizers, the program {len(loop.guard.optimizers)}")
-    group = state.get("group")
-    if group is not None and group["batches"] >= loop.config.accumulate:
+    waiting = state["open_group"]["counts"]["batches"] if state.get("open_group") else 0
+    if waiting >= loop.config.accumulate:
         found.append(
-            f"{group['batches']} batches wait in it for the rest of their group, accumulate is {loop.config.accumulate}"
+            f"{waiting} batches wait in it for the rest of their group, accumulate is {loop.config.accumulate}"
         )
     for length in ("total_steps", "T_max"):  # loading would quietly take the other length
         theirs, ours = (state["scheduler"] or {}).get(length), getattr(loop.scheduler, length, None)
         if theirs is not None and ours is not None and theirs != ours:
             found.append(f"its schedule is {theirs} steps long, the program's {ours}; give the run its first length")
-    for name, part in _optional_parts(loop).items():
+    for name, part in optional_parts(loop).items():
         if (state[name] is None) != (part is None):
             theirs, ours = ("no", "one") if state[name] is None else ("a", "none")
             found.append(f"it has {theirs} {name}, the program has {ours}")
     return found
-
-
-def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    try:
-        optimizer.load_state_dict(state)
-    except (ValueError, KeyError) as error:
-        raise ConfigError([f"the checkpoint does not fit: its {type(optimizer).__name__} state: {error}"]) from error

@@ -10,9 +10,10 @@ A task is any callable ``task(model, batch) -> Mapping`` with the keys
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -59,17 +60,14 @@ def loss_of(outcome: Mapping[str, Any]) -> Tensor:
 
 
 def count_of(outcome: Mapping[str, Any], batch: Any) -> int:
-    """How many samples the loss of this outcome is a mean over.
+    """How many samples the loss of this outcome is a mean over; 0 if the task says so: all of it was padding.
 
     Raises:
-        ValueError: the task says that it is a mean over none.
+        ValueError: the task's count is no whole number from 0.
     """
     count = outcome.get("count")
     if count is not None:
-        if not _is_count(count):
-            must = "a task's count, of the samples its loss is a mean over, must be a whole number of at least 1"
-            raise ValueError(f"{must} (got {count!r})")
-        return int(count)
+        return _whole(count)
     for value in (outcome.get("prediction"), batch):
         size = first_length(value)
         if size:
@@ -77,11 +75,16 @@ def count_of(outcome: Mapping[str, Any], batch: Any) -> int:
     return 1
 
 
-def _is_count(count: Any) -> bool:
-    try:
-        return not isinstance(count, str) and float(count) == int(count) >= 1
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # no number, NaN, infinity, or a tensor of several
-        return False
+def _whole(count: Any) -> int:
+    """A task's count as a number of Python's."""
+    shape = tuple(getattr(count, "shape", ()))
+    number = float(count) if isinstance(count, SupportsFloat) and math.prod(shape) == 1 else math.nan
+    if not number.is_integer() or number < 0:
+        got = f"shape {shape}" if shape else repr(count)
+        raise ValueError(
+            f"a task's count, of the samples its loss is a mean over, must be whole and not negative (got {got})"
+        )
+    return int(number)
 
 
 def first_length(value: Any) -> int | None:
@@ -115,6 +118,23 @@ def extra_figures(outcome: Mapping[str, Any]) -> dict[str, Tensor]:
             ]
         )
     return figures
+
+
+def value_of(loss: Any, source: str) -> Tensor | float:
+    """What a step or an evaluation of the user's own returned, as one number; a tensor stays on its device.
+
+    Args:
+        source: train_step or eval_step; for the message.
+
+    Raises:
+        TypeError: it returned nothing, or not one number.
+    """
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.detach().reshape(()).clone()  # the next one may be added to the very tensor
+    if isinstance(loss, SupportsFloat) and not isinstance(loss, (bool, Tensor)) and getattr(loss, "shape", ()) == ():
+        return float(loss)  # also NumPy's scalars
+    got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise TypeError(f"{source} must return the loss, one number (got {got}); end it with `return loss`")
 
 
 def to_device(value: Any, device: torch.device, channels_last: bool = False) -> Any:

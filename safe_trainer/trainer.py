@@ -20,23 +20,23 @@ from torch.optim import Optimizer
 from safe_trainer.arguments import problems_of
 from safe_trainer.checkpoint import Checkpoints, infinite_tensors, state_differences
 from safe_trainer.config import Config, ConfigError, parse
-from safe_trainer.data import length_of
-from safe_trainer.diagnosis import setting_of
+from safe_trainer.data import batches_in_epoch, length_of
+from safe_trainer.diagnosis import Setting, largest_decay
 from safe_trainer.diagnosis.causes import folded
 from safe_trainer.ema import Average
-from safe_trainer.evaluation import evaluate, one_number
+from safe_trainer.evaluation import evaluate
 from safe_trainer.findings import CheckResult, Finding, Report, SafetyError, Severity
 from safe_trainer.guard import Guard, reachable_scalers, strangers, without_update
 from safe_trainer.loggers import JsonLines, TensorBoard
 from safe_trainer.loggers.sink import Sink
-from safe_trainer.loop import DEFAULT_EPOCHS, Loop, TrainStep, batches_in_epoch
+from safe_trainer.loop import DEFAULT_EPOCHS, Loop, TrainStep
 from safe_trainer.nonfinite import circumstances_of, finding_from_trace, load_attempt
 from safe_trainer.output import Output
 from safe_trainer.precision import Precision
 from safe_trainer.run_folder import new_run_folder, save_start, use_run_folder
 from safe_trainer.run_lock import locked, refuse_leavings
 from safe_trainer.run_state import NEEDED, restore
-from safe_trainer.task import Supervised, Task, loss_of, to_device
+from safe_trainer.task import Supervised, Task, loss_of, to_device, value_of
 from safe_trainer.terminal import Progress
 from safe_trainer.undo import step_back
 from safe_trainer.untouched import untouched
@@ -138,8 +138,8 @@ class SafeTrainer:
             raise RuntimeError("this trainer has run; make a new SafeTrainer for another run")
         with locked(self.folder):
             self._fit()
-        if self.test_loader is not None and self.report.ok and self.config.limit_val_batches != 0:
-            self.report.metrics.update(self._evaluated(self.test_loader, "test"))
+        if self.report.ok:
+            self.report.metrics.update(self._test())
         if not self.report.ok and self.config.on_fault.value == "stop":
             raise SafetyError(self.report)
         return self.report
@@ -168,7 +168,8 @@ class SafeTrainer:
         if self.eval_step is not None:
             facts = contextlib.nullcontext() if self.loop is None else self.loop.facts.evaluating()
             with rng.isolated(), facts:
-                return {"val/loss": one_number(self.eval_step(self.model, self.loss_fn, self.val_loader))}
+                result = self.eval_step(self.model, self.loss_fn, self.val_loader)
+                return {"val/loss": float(value_of(result, "eval_step"))}
         if self.given_task is None and self.loss_fn is None:
             return {}  # a step of the user's own says nothing about how to judge a batch
         with contextlib.nullcontext() if self.loop is None else self.loop.facts.paused():
@@ -228,8 +229,7 @@ class SafeTrainer:
         self.model.load_state_dict(state["model"])
         if self.average is not None and state.get("ema") is not None:
             self.average.load_state_dict(state["ema"])
-        figures = self.evaluate()
-        return figures if self.test_loader is None else {**figures, **self._evaluated(self.test_loader, "test")}
+        return {**self.evaluate(), **self._test()}
 
     @property
     def folder(self) -> Path:
@@ -277,13 +277,10 @@ class SafeTrainer:
             anomaly=AnomalyDetector(config, self.optimizer, self.model, check_nan=not scaled),
             monitors=Monitors(self.model, self.optimizers, every=config.monitor.every),
             facts=ProgramFacts(self.model, self.optimizers, [self.scheduler], every=config.monitor.every),
-            setting=setting_of(
-                config,
-                self.optimizers,
+            setting=Setting(
                 planned_steps=total_steps(config, length_of(self.train_loader)),
                 epoch_length=batches_in_epoch(config, self.train_loader),
-                num_classes=self.num_classes,
-                own_step=self.train_step is not None,
+                weight_decay=largest_decay(self.optimizers),
                 scaled=scaled,
             ),
             output=output,
@@ -343,6 +340,12 @@ class SafeTrainer:
                 remedy="call model.train() yourself, or model.train() on just the parts that are to learn",
             )
         )
+
+    def _test(self) -> dict[str, float]:
+        """Loss and metrics on the test data, if there are any and evaluation is not left out."""
+        if self.test_loader is None or self.config.limit_val_batches == 0:
+            return {}
+        return self._evaluated(self.test_loader, "test")
 
     def _evaluated(self, loader: Iterable[Any], part: str) -> dict[str, float]:
         figures = evaluate(

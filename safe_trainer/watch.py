@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from safe_trainer.config import Config, ConfigError, OnFault, parse
-from safe_trainer.diagnosis import Diagnosis, Evidence, setting_of, take_in
+from safe_trainer.diagnosis import Diagnosis, Evidence, Setting, largest_decay, take_in
 from safe_trainer.diagnosis.causes import folded
 from safe_trainer.findings import Finding, Report, SafetyError, Severity
 from safe_trainer.guard import Action, Attempt, Guard, reachable_scalers
@@ -30,6 +30,7 @@ from safe_trainer.loggers import JsonLines
 from safe_trainer.module_facts import what_modules_show
 from safe_trainer.output import Output
 from safe_trainer.run_folder import save_start, use_run_folder
+from safe_trainer.run_lock import locked, refuse_leavings
 from safe_trainer.terminal import Progress
 from safe_trainer.undo import containers
 from safe_trainer.utils.anomaly import AnomalyDetector, raised_by_anomaly_mode
@@ -92,13 +93,14 @@ class watch:
         self.facts = ProgramFacts(model, self.optimizers, self.schedulers, every=self.config.monitor.every)
         self.history = History()
         self.diagnosis = Diagnosis(opposed=len(self.optimizers) > 1)
-        self.setting = setting_of(
-            self.config, self.optimizers, planned_steps=self.config.max_steps, own_step=True, scaled=scaled
+        self.setting = Setting(
+            planned_steps=self.config.max_steps, weight_decay=largest_decay(self.optimizers), scaled=scaled
         )
         self.findings: list[Finding] = []
         self.number = 0
         """Steps begun."""
         self._output = Output([], Progress(shown=False))
+        self._lock = ExitStack()
         self._handles: list[Any] = []
         self._entered = self._open = False
         self._loss: Tensor | float | None = None
@@ -123,6 +125,8 @@ class watch:
             raise RuntimeError("a watch can be entered once; make a new one for another loop")
         self._entered = True
         if self.folder is not None:
+            self._lock.enter_context(locked(self.folder))
+            refuse_leavings(self.folder, resume=None)
             save_start(self.folder, self.config, sys.argv)
             self._output = Output([JsonLines(self.folder)], Progress(shown=False))
         if self.config.guard.enabled:
@@ -144,6 +148,7 @@ class watch:
                     self._tell(outcome[0])
         finally:
             self._output.close()
+            self._lock.close()
         if error is None:
             self._stop_on_error()
 

@@ -70,6 +70,11 @@ def rows(folder):
     return [{name: value for name, value in line.items() if name != "time"} for line in lines]
 
 
+def once(found):
+    """Rows without what is said twice: a loader of unknown length cannot tell that the stop was its epoch's end."""
+    return [dict(row) for row in dict.fromkeys(tuple(row.items()) for row in found)]
+
+
 def same(first, second):
     """Weights, optimizer, averages; scheduler; history; rows; figures."""
     assert first[3] == second[3]
@@ -164,9 +169,9 @@ def test_a_stop_by_max_steps_within_a_group_of_batches(stop, loader, tmp_path):
     again = train(tmp_path / "parts", make(), batches(), max_steps=stop, resume="last", **options)
     assert equal(first[0], again[0])  # nothing to be done: the stopped run's own weights
     parts = train(tmp_path / "parts", make(), batches(), max_steps=18, resume="last", **options)
-    at_stop = [row for row in parts[3] if row["step"] == stop]
-    same(whole, (*parts[:3], [row for row in parts[3] if row["step"] != stop or row in whole[3]], parts[4]))
-    assert len(at_stop) <= 3
+    of_the_stop = [row for row in parts[3] if row["step"] == stop and row not in whole[3]]
+    assert len(of_the_stop) <= 1
+    same(whole, (*parts[:3], once(row for row in parts[3] if row not in of_the_stop), parts[4]))
 
 
 def test_a_stop_within_an_epoch_leaves_the_held_out_loader_and_the_log_as_they_were(tmp_path):

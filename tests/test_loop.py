@@ -424,14 +424,27 @@ def test_a_figure_must_not_take_a_name_of_the_loops_own(name, run_config):
         SafeTrainer(model, None, optimizer, loader_of(blobs()), config=run_config(max_steps=3), task=task).run()
 
 
-def test_a_count_of_no_samples_is_told(run_config):
+@pytest.mark.parametrize("max_steps", [1, 12])
+def test_a_run_shorter_than_its_group_of_batches_steps_once_and_is_healthy(max_steps, run_config):
+    model = mlp()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = run_config(max_steps=max_steps, accumulate=16)
+    report = SafeTrainer(model, nn.CrossEntropyLoss(), optimizer, loader_of(blobs()), config=config).run()
+    assert report.ok
+    assert not report.findings
+    assert not equal(before, list(model.parameters()))
+
+
+@pytest.mark.parametrize("count", [-1, 0.5, float("nan"), "many"])
+def test_a_count_that_cannot_be_one_is_told(count, run_config):
     model = nn.Linear(8, 3)
 
     def task(model, batch):
-        return {"loss": nn.functional.cross_entropy(model(batch[0]), batch[1]), "count": 0}
+        return {"loss": nn.functional.cross_entropy(model(batch[0]), batch[1]), "count": count}
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"count.*must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match=r"count.*must be whole and not negative"):
         SafeTrainer(
             model, None, optimizer, loader_of(blobs()), config=run_config(max_steps=4, accumulate=2), task=task
         ).run()

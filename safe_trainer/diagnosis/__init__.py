@@ -9,21 +9,21 @@ alone keeps a state of its own, for it looks at each loss once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from safe_trainer.diagnosis import program
 from safe_trainer.diagnosis.clip_norm import exploding_gradients
 from safe_trainer.diagnosis.dead import dead_units
 from safe_trainer.diagnosis.depth import growing_outputs, vanishing_gradients
-from safe_trainer.diagnosis.evidence import Evidence, Probe, Setting, setting_of
+from safe_trainer.diagnosis.evidence import Evidence, Probe, Setting, largest_decay
 from safe_trainer.diagnosis.overfitting import overfitting
 from safe_trainer.diagnosis.rates import rate_too_high, rate_too_low, weights_decay_away
 from safe_trainer.diagnosis.saturated import saturated_from_the_start
 from safe_trainer.diagnosis.spikes import Spikes
 from safe_trainer.findings import Finding, Severity
 
-__all__ = ["RULES", "Diagnosis", "Evidence", "Probe", "Setting", "setting_of", "take_in"]
+__all__ = ["RULES", "Diagnosis", "Evidence", "Probe", "Setting", "largest_decay", "take_in"]
 
 SCALER_SETTLES = 256
 """Steps after which a loss scale has settled: it begins at 65536 and is halved at each overflow, so 16 in a row bring
@@ -98,8 +98,7 @@ class Diagnosis:
 
     def state_dict(self) -> dict[str, Any]:
         """Of plain types."""
-        said = [{**asdict(f), "severity": f.severity.value, "symptoms": list(f.symptoms)} for f in self._said.values()]
-        return {"spikes": self.spikes.state_dict(), "said": said}
+        return {"spikes": self.spikes.state_dict(), "said": [finding.state_dict() for finding in self._said.values()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where an earlier run stood."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from safe_trainer.findings import Finding, Severity
 
-__all__ = ["EXPLAINS", "folded"]
+__all__ = ["EXPLAINS", "explained", "folded"]
 
 _UNSTABLE = frozenset({"training.diverging", "training.oscillating", "optimizer.lr_too_high", "activation.dead",
                        "gradient.exploding", "activation.exploding"})  # fmt: skip
@@ -52,6 +52,12 @@ EXPLAINS: dict[str, frozenset[str]] = {
 }
 """For each cause, the faults that follow from it. What the fuse has caught stands for itself: its line is a place to
 mend, whatever the cause."""
+
+
+def explained(findings: Iterable[Finding]) -> frozenset[str]:
+    """Faults that follow from what has been found: nobody need be told of them by themselves."""
+    told = [finding for finding in findings if finding.severity is not Severity.info]
+    return frozenset(name for cause in told for name in EXPLAINS.get(cause.fault, frozenset()) - {cause.fault})
 
 
 def folded(findings: Iterable[Finding]) -> list[Finding]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import median_high
 
-from safe_trainer.diagnosis.curve import median
 from safe_trainer.diagnosis.evidence import Evidence
 from safe_trainer.findings import Finding, Severity
 
@@ -35,7 +35,7 @@ def suggested_clip_norm(norms: Sequence[float]) -> float | None:
     finite = [norm for norm in norms if math.isfinite(norm) and norm > 0][-RECENT:]
     if len(finite) < LEAST:
         return None
-    usual = median(finite)
+    usual = median_high(finite)
     healthy = sorted(norm for norm in finite if norm <= WILD * usual)
     return float(f"{ROOM * healthy[int(QUANTILE * (len(healthy) - 1))]:.2g}")
 
@@ -49,10 +49,10 @@ def exploding_gradients(evidence: Evidence) -> list[Finding]:
     before = [loss for loss in losses[max(0, place - LEAST) : place] if math.isfinite(loss)]
     after = losses[place + 1 :][-LEAST:]
     finite = [loss for loss in after if math.isfinite(loss)]
-    lost = len(after) >= 3 and (not finite or (before and median(finite) > HARM * abs(median(before))))
+    lost = len(after) >= 3 and (not finite or (before and median_high(finite) > HARM * abs(median_high(before))))
     if not lost:
         return []
-    clip = suggested_clip_norm(norms[:place])
+    clip, usual = suggested_clip_norm(norms[:place]), median_high(filter(math.isfinite, norms[:place]))
     step = int(evidence.columns["step"][place])
     advice = f"clip the gradients, clip_norm={clip:g} (twice what healthy steps had)" if clip else "clip the gradients"
     return [
@@ -61,8 +61,8 @@ def exploding_gradients(evidence: Evidence) -> list[Finding]:
             severity=Severity.warning,
             stage="training",
             step=step,
-            evidence=f"the gradient norm rose to {norms[place]:.3g} at step {step:,} (median before: "
-            f"{median([norm for norm in norms[:place] if math.isfinite(norm)]):.3g}), and the loss has not come back",
+            evidence=f"the gradient norm rose to {norms[place]:.3g} at step {step:,} (median before: {usual:.3g}), and "
+            "the loss has not come back",
             cause="a step into a steep place: no normalisation, a recurrent network, or a learning rate too high",
             remedy=f"{advice}, or clip_norm=auto; lower the learning rate; normalise",
             symptoms=("training.diverging",),
@@ -74,8 +74,8 @@ def _onset(norms: Sequence[float]) -> int | None:
     """Where the norms leave their past: the first of two in three that are far beyond its median."""
     past: list[float] = []
     for place, norm in enumerate(norms):
-        if len(past) >= LEAST and not norm <= FAR * median(past[-RECENT:]):
-            bound = FAR * median(past[-RECENT:])
+        if len(past) >= LEAST and not norm <= FAR * median_high(past[-RECENT:]):
+            bound = FAR * median_high(past[-RECENT:])
             if sum(not value <= bound for value in norms[place : place + 3]) >= 2:
                 return place
         if math.isfinite(norm):

@@ -40,13 +40,11 @@ def overclipped(record: Record, plan: Plan) -> Iterator[Finding]:
         Severity.warning,
         large[LOOKS - 1].step,
         f"gradients are cut to a length of {lengths[-1]:.3g}, {min(ratios):.0f} to {max(ratios):.0f} times less than "
-        f"they "
-        f"had, in {len(large)} of {len(looks)} steps; a step moves the weights by about {updates[-1]:.1g} of their "
-        f"length",
+        f"they had, in {len(large)} of {len(looks)} steps; a step moves the weights by about {updates[-1]:.1g} of "
+        "their length",
         "the clipping limit is far below the usual length of the gradients, so it sets the size of every step",
         f"clip at about the usual length ({sorted(look.norm_arrived or 0.0 for look in looks)[len(looks) // 2]:.2g} "
-        f"here), "
-        "or not at all",
+        "here), or not at all",
     )
 
 
@@ -70,8 +68,7 @@ def clipped_too_late(record: Record, plan: Plan) -> Iterator[Finding]:
         Severity.warning,
         late[1].step,
         f"gradients of length {min(used):.3g} to {max(used):.3g} were cut to {lengths[-1]:.3g} after the optimizer "
-        f"had used "
-        f"them, in {len(late)} of {len(record.looks)} steps that were looked at",
+        f"had used them, in {len(late)} of {len(record.looks)} steps that were looked at",
         "clipping stands behind optimizer.step(), where it does nothing: nothing holds back a gradient that explodes",
         "clip between loss.backward() and optimizer.step()",
         where=max(late[:2], key=lambda look: look.norm_used or 0.0).largest,

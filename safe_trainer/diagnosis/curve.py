@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from statistics import median_high
 
 from safe_trainer.diagnosis.evidence import Evidence
 
-__all__ = ["first_level", "has_learned", "last_level", "median"]
+__all__ = ["first_level", "has_learned", "last_level"]
 
 ENDS = 10
 """Finite losses at either end whose median is the level there: few, as a loss soon falls; not one, which is noise."""
@@ -15,21 +15,16 @@ LEARNED = 0.1
 """Least fall from the first level, as a share of it, to call it learning. Healthy runs fall by more within 60 steps."""
 
 
-def median(values: Sequence[float]) -> float:
-    """The middle one; the upper of the two if their number is even."""
-    return sorted(values)[len(values) // 2]
-
-
 def first_level(evidence: Evidence) -> float | None:
     """Median of the first finite losses."""
     losses = [loss for loss in list(evidence.columns.get("loss", ()))[: 2 * ENDS] if math.isfinite(loss)]
-    return median(losses[:ENDS]) if losses else None
+    return median_high(losses[:ENDS]) if losses else None
 
 
 def last_level(evidence: Evidence) -> float | None:
     """Median of the latest finite losses."""
     losses = [loss for loss in list(evidence.columns.get("loss", ()))[-2 * ENDS :] if math.isfinite(loss)]
-    return median(losses[-ENDS:]) if losses else None
+    return median_high(losses[-ENDS:]) if losses else None
 
 
 def has_learned(evidence: Evidence) -> bool:

@@ -7,8 +7,9 @@ ends of one network are compared at one step, the ratio must last, and the loss 
 from __future__ import annotations
 
 import math
+from statistics import median_high
 
-from safe_trainer.diagnosis.curve import first_level, has_learned, median
+from safe_trainer.diagnosis.curve import first_level, has_learned
 from safe_trainer.diagnosis.evidence import Evidence
 from safe_trainer.findings import Finding, Severity
 from safe_trainer.utils.measurements import Measurement
@@ -65,7 +66,7 @@ def growing_outputs(evidence: Evidence) -> list[Finding]:
     losses = list(evidence.columns.get("loss", ()))
     if len(values) < LEAST_LAYERS or not losses:
         return []
-    growth = median(values[-third:]) / median(values[:third]) if math.isfinite(sum(values)) else math.inf
+    growth = median_high(values[-third:]) / median_high(values[:third]) if math.isfinite(sum(values)) else math.inf
     first, level = losses[0], first_level(evidence)
     harmed = not math.isfinite(first) or level is None or not has_learned(evidence) or any(map(math.isnan, losses))
     if growth < GROWN or not harmed:
@@ -102,4 +103,4 @@ def _ratio_of_gradients(measured: Measurement) -> float | None:
     if len(values) < LEAST_LAYERS or not all(map(math.isfinite, values)):
         return None
     third = len(values) // 3
-    return median(values[:third]) / median(values[-third:])
+    return median_high(values[:third]) / median_high(values[-third:])

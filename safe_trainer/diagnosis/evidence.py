@@ -7,15 +7,10 @@ from dataclasses import dataclass, field
 
 from torch.optim import Optimizer
 
-from safe_trainer.config import Config
 from safe_trainer.utils.measurements import Measurement
 from safe_trainer.utils.program_record import Record
 
-__all__ = ["Evidence", "Probe", "Setting", "setting_of"]
-
-SCALE_FREE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "Rprop", "Adadelta", "Adafactor",
-              "Lion", "Muon", "SparseAdam")  # fmt: skip
-"""Optimizers whose update does not grow with the gradient."""
+__all__ = ["Evidence", "Probe", "Setting", "largest_decay"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,24 +21,10 @@ class Setting:
     """Training steps of the whole run."""
     epoch_length: int | None = None
     """Batches of an epoch."""
-    optimizers: tuple[str, ...] = ()
-    """Class names, the one whose learning rate the history holds first."""
-    scale_free: bool = False
-    """Whether every optimizer's update is independent of the gradient's scale, as Adam's is."""
     weight_decay: float = 0.0
     """Largest of all parameter groups."""
-    momentum: float = 0.0
-    """Largest of all parameter groups; beta1 of Adam and the like."""
-    accumulate: int = 1
-    clip_norm: float | None = None
-    precision: str = "fp32"
-    num_classes: int | None = None
     scaled: bool = False
     """A GradScaler leaves out steps whose gradients overflow, at the start many in a row."""
-    own_step: bool = False
-    """The step is the user's own: what happens within it is not known."""
-    monitored: bool = True
-    """Whether there are measurements at all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,31 +55,7 @@ class Evidence:
     """The run is over: no more will come."""
 
 
-def setting_of(
-    config: Config,
-    optimizers: Sequence[Optimizer],
-    *,
-    planned_steps: int | None = None,
-    epoch_length: int | None = None,
-    num_classes: int | None = None,
-    own_step: bool = False,
-    scaled: bool = False,
-) -> Setting:
-    """What the rules may know of the kind of run."""
+def largest_decay(optimizers: Sequence[Optimizer]) -> float:
+    """Weight decay of the parameter group that has most of it."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    names = tuple(type(optimizer).__name__ for optimizer in optimizers)
-    return Setting(
-        planned_steps=planned_steps,
-        epoch_length=epoch_length,
-        optimizers=names,
-        scale_free=all(name in SCALE_FREE for name in names),
-        weight_decay=max((float(group.get("weight_decay") or 0.0) for group in groups), default=0.0),
-        momentum=max((float(group.get("momentum", group.get("betas", (0,))[0])) for group in groups), default=0.0),
-        accumulate=config.accumulate,
-        clip_norm=config.clip_norm if isinstance(config.clip_norm, float) else None,
-        precision=config.precision.value,
-        num_classes=num_classes,
-        own_step=own_step,
-        scaled=scaled,
-        monitored=config.monitor.every > 0,
-    )
+    return max((float(group.get("weight_decay") or 0.0) for group in groups), default=0.0)

@@ -30,8 +30,7 @@ def training_in_eval_mode(record: Record, plan: Plan) -> Iterator[Finding]:
                 Severity.warning if name else Severity.error,
                 second.step,
                 f"{name or 'the model'} was in training mode in step {record.looks[0].step}, and is in eval in the "
-                f"forwards "
-                f"of steps {first.step} and {second.step}, whose gradients an optimizer uses",
+                f"forwards of steps {first.step} and {second.step}, whose gradients an optimizer uses",
                 "eval() was called for an evaluation, and train() not after it",
                 "call model.train() after every evaluation, or at the start of every step",
                 where=name,

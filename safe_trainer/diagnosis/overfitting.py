@@ -8,8 +8,8 @@ and the training loss has meanwhile fallen to a fraction of what it was at that 
 from __future__ import annotations
 
 import math
+from statistics import median_high
 
-from safe_trainer.diagnosis.curve import median
 from safe_trainer.diagnosis.evidence import Evidence
 from safe_trainer.findings import Finding, Severity
 
@@ -32,7 +32,11 @@ def overfitting(evidence: Evidence) -> list[Finding]:
     best = losses.index(min(losses))
     later = losses[best + 1 :]
     half = later[len(later) // 2 :]
-    if len(later) < LEAST or min(half) < ABOVE * losses[best] or median(half) <= median(later[: len(later) // 2]):
+    if (
+        len(later) < LEAST
+        or min(half) < ABOVE * losses[best]
+        or median_high(half) <= median_high(later[: len(later) // 2])
+    ):
         return []
     then, now = _training_loss(evidence, rows[best]["step"]), _training_loss(evidence, rows[-1]["step"])
     if then is None or now is None or now > FALLEN * then:
@@ -56,4 +60,4 @@ def _training_loss(evidence: Evidence, step: float) -> float | None:
     """Median training loss of the twenty steps up to this one."""
     steps, losses = evidence.columns.get("step", ()), evidence.columns.get("loss", ())
     near = [loss for k, loss in zip(steps, losses, strict=False) if step - 20 < k <= step and math.isfinite(loss)]
-    return median(near) if near else None
+    return median_high(near) if near else None

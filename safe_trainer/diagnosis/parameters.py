@@ -35,11 +35,9 @@ def not_in_an_optimizer(record: Record, plan: Plan) -> Iterator[Finding]:
         Severity.error if nothing else Severity.warning,
         record.looks[min(len(record.looks), 2 if nothing else LOOKS) - 1].step,
         f"{len(idle)} of {len(trainable)} trainable parameters ({names}) get gradients and do not move: no optimizer "
-        f"holds "
-        f"them{held}",
+        f"holds them{held}",
         "the optimizer was built from other parameters: before a part of the model was replaced, from a copy, or from "
-        "one "
-        "part only" if strangers or nothing else "the optimizer was given a part of the model only",
+        "one part only" if strangers or nothing else "the optimizer was given a part of the model only",
         "build the optimizer from model.parameters() after the model is complete; freeze what is not to learn with "
         "requires_grad_(False)",
         where=_common([facts.name for facts in idle]),
@@ -98,8 +96,7 @@ def blind_modules(record: Record, plan: Plan) -> Iterator[Finding]:
             record.looks[min(LOOKS, len(record.looks)) - 1].step,
             f"{len(entries)} parameters ({entries[0].name} first) are trainable and in the optimizer, but in all "
             f"{entries[0].called} steps that were looked at their modules ran with gradients switched off; they never "
-            f"got "
-            "one, and have not moved",
+            "got one, and have not moved",
             f"{where or 'the model'} is called under torch.no_grad() or inference_mode()",
             "take it out of no_grad; if it is meant to be frozen, set requires_grad_(False) on its parameters",
             where=where,
@@ -146,8 +143,7 @@ def eps_is_zero(record: Record, plan: Plan) -> Iterator[Finding]:
                 Severity.error,
                 max(1, record.looks[0].step if record.looks else record.steps),
                 f"the weights are float16 ({names[0]} among others) and {facts.kind}'s eps is {facts.eps:g}, which is "
-                f"zero "
-                "in float16, as is the square of a gradient below 2e-4",
+                "zero in float16, as is the square of a gradient below 2e-4",
                 "the optimizer divides by the root of squared gradients plus eps: both are zero in float16",
                 "keep the weights in float32 and compute under torch.autocast, or use eps=1e-4",
             )

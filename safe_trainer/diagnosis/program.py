@@ -32,6 +32,8 @@ __all__ = ["rules"]
 
 ADD_UP = 256
 """Batches whose gradients may add up before a step without anybody being told: few go beyond 128."""
+FEW = 30
+"""Steps below which a run may be a trial that ends within its first accumulated group."""
 GRAPHS = 4
 """Steps whose graph is alive although the optimizer has moved twice since; a best loss or two may be kept."""
 
@@ -60,8 +62,7 @@ def accumulating(record: Record, plan: Plan) -> Iterator[Finding]:
         Severity.error,
         hits[1][0],
         f"in {len(hits)} of {record.intervals} intervals between two optimizer steps the gradient (of {hits[0][1]} "
-        f"among "
-        "others) that the first step had used was still there, and was added to and used again",
+        "among others) that the first step had used was still there, and was added to and used again",
         "gradients are not cleared between optimizer steps, so each step uses a sum of old gradients",
         "call optimizer.zero_grad() once for each optimizer.step(), before the backward pass or right after the step",
     )
@@ -74,9 +75,9 @@ def never_steps(record: Record, plan: Plan) -> Iterator[Finding]:
     if len(gradients) < 2 or moved or any(facts.steps for facts in record.optimizers):
         return
     thrown = [step for step in record.thrown_away if step >= 3]
-    if record.steps >= 30 and len(thrown) >= 3:
+    if record.steps >= FEW and len(thrown) >= 3:
         evidence = f"{len(thrown)} times gradients were cleared that no optimizer had used"
-    elif record.steps >= max(ADD_UP, 2 * (plan.epoch_length or 0)) or (plan.finished and record.steps >= 3):
+    elif record.steps >= max(ADD_UP, 2 * (plan.epoch_length or 0)) or (plan.finished and record.steps >= FEW):
         evidence = "gradients add up and are never used"
     else:
         return
@@ -101,8 +102,7 @@ def steps_stopped(record: Record, plan: Plan) -> Iterator[Finding]:
         Severity.warning,
         late[2].step,
         f"no optimizer has moved for {idle} steps (before, never more than {record.longest_gap} steps passed), "
-        f"although "
-        "gradients come",
+        "although gradients come",
         "optimizer.step() is no longer reached",
         "look at the condition around optimizer.step()",
     )

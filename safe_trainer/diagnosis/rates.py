@@ -6,8 +6,9 @@ Proof of harm are probes: the same batch, with the same random numbers, before a
 from __future__ import annotations
 
 import math
+from statistics import median_high
 
-from safe_trainer.diagnosis.curve import has_learned, last_level, median
+from safe_trainer.diagnosis.curve import has_learned, last_level
 from safe_trainer.diagnosis.evidence import Evidence
 from safe_trainer.findings import Finding, Severity
 from safe_trainer.utils.measurements import Measurement
@@ -33,7 +34,7 @@ def rate_too_high(evidence: Evidence) -> list[Finding]:
     losses = [loss for loss in evidence.columns.get("loss", ()) if math.isfinite(loss)]
     worse = [probe for probe in evidence.probes if probe.before > 0 and not probe.after < WORSE * probe.before]
     level = last_level(evidence)
-    if len(losses) < SETTLED or not worse or level is None or level < 0.95 * median(losses[:3]):
+    if len(losses) < SETTLED or not worse or level is None or level < 0.95 * median_high(losses[:3]):
         return []
     rate = _rate_at(evidence, worse[0].step)
     return [
@@ -104,7 +105,7 @@ def _typical_update(measured: Measurement) -> float | None:
         for parameter in measured.parameters.values()
         if len(parameter.shape) > 1 and parameter.update_ratio
     ]
-    return median(ratios) if ratios and all(map(math.isfinite, ratios)) else None
+    return median_high(ratios) if ratios and all(map(math.isfinite, ratios)) else None
 
 
 def _weight_norm(measured: Measurement) -> float:

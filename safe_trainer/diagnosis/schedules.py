@@ -61,8 +61,7 @@ def rate_is_gone(record: Record, plan: Plan) -> Iterator[Finding]:
         + f"; its peak was {record.peak_rate:.2g}",
         _why_gone(record),
         "count in one unit: an epoch's schedule is stepped once an epoch, or its numbers are multiplied by the "
-        "batches of "
-        "an epoch; a factor of 0 ends training",
+        "batches of an epoch; a factor of 0 ends training",
     )
 
 
@@ -92,9 +91,8 @@ def decayed_too_early(record: Record, plan: Plan) -> Iterator[Finding]:
                 Severity.warning,
                 max(last + epoch, 10),
                 f"the {scheduler.kind} is stepped each batch and has passed its last milestone, {last}, within the "
-                f"first "
-                f"epoch of {epoch} batches; the rest of the run, {planned - last} of {planned} steps, has {left:.1g} "
-                f"of the rate",
+                f"first epoch of {epoch} batches; the rest of the run, {planned - last} of {planned} steps, has "
+                f"{left:.1g} of the rate",
                 "its milestones are meant in epochs",
                 "step it once an epoch, or multiply the milestones by the batches of an epoch",
             )
@@ -112,8 +110,7 @@ def cycles_within_an_epoch(record: Record, plan: Plan) -> Iterator[Finding]:
                 Severity.warning,
                 max(10, 6 * period),
                 f"CosineAnnealingLR has T_max={period} and was stepped {scheduler.count} times, each batch: the rate "
-                f"falls to "
-                f"its minimum and rises again {epoch / (2 * period):.0f} times an epoch",
+                f"falls to its minimum and rises again {epoch / (2 * period):.0f} times an epoch",
                 "T_max is meant in epochs, and the scheduler is stepped each batch",
                 "step it once an epoch, or give T_max in batches",
             )

@@ -130,7 +130,7 @@ class Spikes:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, of plain types."""
-        finding = self.finding and {**asdict(self.finding), "severity": self.finding.severity.value, "symptoms": []}
+        finding = self.finding and self.finding.state_dict()
         return {
             **{name: getattr(self, name) for name in PLAIN},
             "first": list(self.first),

@@ -189,7 +189,8 @@ def test_an_optimizer_that_never_steps(name, clears):
     steps = 40 if clears else 270
     assert told(program.findings(step=step, steps=steps)) == [("optimizer.step_missing", "error")]
     assert told(program.findings(step=step, steps=20)) == []
-    assert told(program.findings(step=step, steps=20, plan={"finished": True})) == [("optimizer.step_missing", "error")]
+    assert told(program.findings(step=step, steps=20, plan={"finished": True})) == []  # perhaps an open group
+    assert told(program.findings(step=step, steps=40, plan={"finished": True})) == [("optimizer.step_missing", "error")]
 
 
 def test_steps_made_by_hand_are_legal():
