@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from time import monotonic
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -236,6 +236,57 @@ class Progress:
         rate, total = (self.step - first) / (now - since), self._total()
         speed = f"{rate:,.0f} step/s" if rate >= 10 else f"{rate:.1f} step/s" if rate >= 1 else f"{1 / rate:.1f} s/step"
         return [speed, f"{clock((total - self.step) / rate)} left"] if total and total > self.step else [speed]
+
+
+class Checklist:
+    """The preflight's checks as they are made: on a terminal the one that runs is shown too, elsewhere a line each."""
+
+    def __init__(self, shown: bool = True, console: Console | None = None) -> None:
+        self._shown = shown
+        self._console = console or Screen(highlight=False)
+        self._spinner: Any = None
+
+    def __enter__(self) -> Checklist:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def tell(self, name: str, result: CheckResult | None) -> None:
+        """A check begins, or has ended with this result."""
+        if not self._shown:
+            return
+        with Trouble("the terminal").contained():
+            self._stop()
+            if result is not None:
+                self._console.print(_check_line(result))
+            elif self._console.is_terminal:
+                self._spinner = self._console.status(Text(f"preflight: {name}"))
+                self._spinner.start()
+
+    def _stop(self) -> None:
+        if self._spinner is not None:
+            self._spinner.stop()
+            self._spinner = None
+
+
+STATUS_COLORS = {Status.passed: "green", Status.warned: "yellow", Status.failed: "red", Status.skipped: "dim"}
+
+
+def _check_line(result: CheckResult) -> RenderableType:
+    """Status, name, seconds and evidence of a check, its evidence wrapped beside them."""
+    line = Table.grid(padding=(0, 2, 0, 0))
+    line.add_column(width=4)
+    line.add_column(width=13)
+    line.add_column(width=7, justify="right")
+    line.add_column(overflow="fold")
+    line.add_row(
+        Text(result.status.value, STATUS_COLORS[result.status]),
+        Text(literal(result.name)),
+        Text(f"{result.seconds:.1f} s", "dim"),
+        Text(literal(result.evidence)),
+    )
+    return line
 
 
 def show_start(facts: Mapping[str, object], model: nn.Module | None = None, console: Console | None = None) -> None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from safe_trainer.arguments import problems_of
 from safe_trainer.checkpoint import Checkpoints, infinite_tensors, state_differences
-from safe_trainer.config import Config, ConfigError, parse
+from safe_trainer.config import Config, ConfigError, OnFault, parse
 from safe_trainer.data import batches_in_epoch, length_of
 from safe_trainer.diagnosis import Setting, largest_decay
 from safe_trainer.diagnosis.causes import folded
@@ -33,11 +33,12 @@ from safe_trainer.loop import DEFAULT_EPOCHS, Loop, TrainStep
 from safe_trainer.nonfinite import circumstances_of, finding_from_trace, load_attempt
 from safe_trainer.output import Output
 from safe_trainer.precision import Precision
+from safe_trainer.preflight import Program, check_program
 from safe_trainer.run_folder import new_run_folder, save_start, use_run_folder
 from safe_trainer.run_lock import locked, refuse_leavings
 from safe_trainer.run_state import NEEDED, restore
 from safe_trainer.task import Supervised, Task, loss_of, to_device, value_of
-from safe_trainer.terminal import Progress
+from safe_trainer.terminal import Checklist, Progress
 from safe_trainer.undo import step_back
 from safe_trainer.untouched import untouched
 from safe_trainer.utils import rng, tracer
@@ -130,7 +131,15 @@ class SafeTrainer:
         Raises:
             SafetyError: an error was found and `on_fault` is stop; its ``report`` holds the findings.
         """
+        if self.config.preflight.enabled and not self._goes_on():
+            self.preflight()
+            if not self.report.ok and self.config.on_fault is OnFault.stop:
+                raise SafetyError(self.report)
         return self.fit()
+
+    def _goes_on(self) -> bool:
+        """Whether this run was begun, and so checked, before."""
+        return self.config.resume is not None and any((self.folder / "checkpoints").glob("*.pt"))
 
     def fit(self) -> Report:
         """Train without the checks before."""
@@ -140,7 +149,7 @@ class SafeTrainer:
             self._fit()
         if self.report.ok:
             self.report.metrics.update(self._test())
-        if not self.report.ok and self.config.on_fault.value == "stop":
+        if not self.report.ok and self.config.on_fault is OnFault.stop:
             raise SafetyError(self.report)
         return self.report
 
@@ -176,8 +185,33 @@ class SafeTrainer:
             return self._evaluated(self.val_loader, "val")
 
     def preflight(self) -> list[CheckResult]:
-        """Check the program before it is trained: not there yet."""
-        raise ConfigError(["the checks before a run (preflight) come with a later version; train with mode=train"])
+        """Check the program before it is trained, and leave it as it is; the results are in the report too."""
+        options = self.config.preflight
+        program = self._program()
+        with Checklist(shown=self.config.progress) as checklist:
+            results = check_program(program, options.checks, options.budget_s, checklist.tell)
+        self.train_loader = program.train_loader
+        self.report.checks = results
+        self.report.findings = folded([finding for result in results for finding in result.findings])
+        return results
+
+    def _program(self) -> Program:
+        return Program(
+            config=self.config,
+            model=self.model,
+            loss_fn=self.loss_fn,
+            task=self.task,
+            optimizers=self.optimizers,
+            scheduler=self.scheduler,
+            train_step=self.train_step,
+            eval_step=self.eval_step,
+            train_loader=self.train_loader,
+            val_loader=self.val_loader,
+            test_loader=self.test_loader,
+            num_classes=self.num_classes,
+            precision=self.precision,
+            device=self.device,
+        )
 
     def find_lr(self) -> Any:
         """Find a learning rate: not there yet."""
@@ -381,9 +415,23 @@ class SafeTrainer:
     def _gather(self, loop: Loop) -> None:
         """What the run has to say, also when it was broken off."""
         loop.history.flush()
-        self.report.add(*folded([*loop.guard.findings, *loop.findings]))
+        before = self.report.findings
+        seen = [*loop.guard.findings, *loop.findings]
+        self.report.findings = []
+        self.report.add(*folded([*before, *(finding for finding in seen if not _is_told(finding, before))]))
         self.report.history = loop.history.columns
         self.report.metrics.update(loop.figures)
+
+
+def _is_told(finding: Finding, before: Sequence[Finding]) -> bool:
+    """Whether the preflight has told the same, of the same place as far as both name one."""
+    return any(
+        other.is_alarm
+        and other.fault == finding.fault
+        and None in (other.where, finding.where)
+        or (other.fault, other.where) == (finding.fault, finding.where)
+        for other in before
+    )
 
 
 def total_steps(config: Config, batches: int | None) -> int | None:
