@@ -426,9 +426,7 @@ class SafeTrainer:
 def _is_told(finding: Finding, before: Sequence[Finding]) -> bool:
     """Whether the preflight has told the same, of the same place as far as both name one."""
     return any(
-        other.is_alarm
-        and other.fault == finding.fault
-        and None in (other.where, finding.where)
+        (other.is_alarm and other.fault == finding.fault and None in (other.where, finding.where))
         or (other.fault, other.where) == (finding.fault, finding.where)
         for other in before
     )

@@ -42,6 +42,12 @@ EXPLAINS: dict[str, frozenset[str]] = {
     # a step into a steep place throws the loss up
     "gradient.exploding": frozenset({"training.diverging", "training.oscillating"}),
     "gradient.vanishing": frozenset({"optimizer.lr_too_low", "training.not_decreasing", "training.plateau"}),
+    # a gradient that is not the slope leads anywhere; so does the slope of a wrong loss
+    "gradient.incorrect": _UNSTABLE | _IDLE,
+    "loss.wrong_sign": _UNSTABLE | _IDLE,
+    "loss.broadcast": _IDLE,
+    "loss.double_softmax": _IDLE,
+    "model.unregistered_submodule": _IDLE | {"optimizer.params_missing"},
     # figures of an evaluation that is wrong say nothing about the network
     "model.eval_missing": frozenset({"training.overfitting"}),
     "model.norm_stats": frozenset({"training.overfitting"}),

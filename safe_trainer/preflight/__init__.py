@@ -24,10 +24,14 @@ Check = Callable[[Program, Clock], CheckResult]
 
 def check_functions() -> dict[str, tuple[Check, float]]:
     """Each check by its id, with the share of the time left that it may take; the last ones have what others leave."""
-    from safe_trainer.preflight import summary
+    from safe_trainer.preflight import init, overfit, short_run, summary, wiring
 
     return {
         "summary": (summary.check, 0.1),
+        "init": (init.check, 0.25),
+        "wiring": (wiring.check, 0.25),
+        "overfit": (overfit.check, 0.5),
+        "short_run": (short_run.check, 0.8),
     }
 
 

@@ -114,16 +114,22 @@ class Program:
 
         Works for a user's own step too: its optimizers are kept from stepping.
         """
+        loss = self.forward_backward(batch)
+        return float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
+
+    def forward_backward(self, batch: Any) -> Tensor | float:
+        """The same; the loss as the program made it."""
         self.clear()
         if self.train_step is None:
             loss = self.loss(batch)
             with _program():
                 loss.backward()
-            return float(loss.detach())
+            return loss
         with _program():
             step = without_update(self.train_step, self.optimizers)
-            loss = value_of(step(self.model, self.loss_fn, self.optimizer, reading.clone(batch)), "train_step")
-            return float(loss)
+            loss = step(self.model, self.loss_fn, self.optimizer, reading.clone(batch))
+            value_of(loss, "train_step")
+            return loss
 
     def step(self, batch: Any) -> float:
         """One training step as training makes it; its loss."""

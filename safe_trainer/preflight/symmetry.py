@@ -1,0 +1,58 @@
+"""Units that start alike and stay alike: a layer of them computes one thing, however wide it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from safe_trainer.findings import Finding
+from safe_trainer.preflight.clock import Clock
+from safe_trainer.preflight.outcome import ProgramFailed, finding
+from safe_trainer.preflight.program import Program
+
+STEPS = 3
+"""Steps after which units must differ. A branch that starts at zero on purpose does after the first or, behind another
+that does, the second.
+"""
+
+
+def symmetric_layers(program: Program, clock: Clock) -> Iterator[Finding]:
+    """Weights whose units begin equal to the bit and are equal to the bit after some steps."""
+    held = {id(parameter) for parameter in program.parameters()}
+    alike = {
+        name: parameter
+        for name, parameter in program.model.named_parameters()
+        if parameter.requires_grad and id(parameter) in held and _are_alike(parameter)
+    }
+    if not alike:
+        return
+    batches = program.batches()
+    try:
+        for number in range(STEPS):
+            program.step(batches[number % len(batches)])
+    except ProgramFailed:
+        return
+    still = [name for name, parameter in alike.items() if _are_alike(parameter)]
+    if not still:
+        return
+    name, shape = still[0], tuple(alike[still[0]].shape)
+    yield finding(
+        "init.zero_symmetric",
+        "error",
+        where=name.rpartition(".")[0] or name,
+        evidence=f"all {shape[0]} units of {name} start with the same weights and are still the same to the bit after "
+        f"{STEPS} steps" + (f"; so do {len(still) - 1} more" if len(still) > 1 else ""),
+        cause="units with equal weights get equal gradients: nothing ever tells them apart, and the layer is one unit "
+        "wide",
+        remedy="start the weights at random (torch.nn.init.kaiming_normal_ or xavier_uniform_); only biases may be "
+        "equal",
+    )  # fmt: skip
+
+
+def _are_alike(parameter: Tensor) -> bool:
+    """Whether a weight has several units, each of several numbers, and all are the same."""
+    if parameter.dim() < 2 or len(parameter) < 2 or not parameter.is_floating_point():
+        return False
+    values = parameter.detach()
+    return bool((values == values[:1]).all())
