@@ -194,7 +194,11 @@ def execute(config: Config) -> float | None:
 
     if config.mode is Mode.train:
         return modes.train(config, build)
-    if config.mode is Mode.evaluate:
+    if config.mode is Mode.find_lr:
+        return modes.find_lr(config, build)
+    if config.mode is Mode.preflight:
+        modes.preflight(config, build)
+    elif config.mode is Mode.evaluate:
         modes.evaluate(config, build)
     else:
         modes.replay(config, build)

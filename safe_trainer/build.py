@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,11 @@ from safe_trainer.combinations import combination_problems, too_few_outputs
 from safe_trainer.config import Config, ConfigError, Interval, did_you_mean
 from safe_trainer.data import build_loaders, length_of
 from safe_trainer.guard import needs_closure
+from safe_trainer.preflight.learning_rate import LearningRateCurve
 from safe_trainer.trainer import SafeTrainer, resolve_device, total_steps
 from safe_trainer.utils import rng
+
+log = logging.getLogger(__name__)
 
 SUPPLIED = {"optimizer": "params", "scheduler": "optimizer", "logger": "folder"}
 """Argument of each group's target that is given when it is built, not in the configuration."""
@@ -70,7 +75,7 @@ def _nodes(config: Config) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for group in ("model", "data", "loss", "task", "optimizer", "scheduler"):
         node = getattr(config, group)
         if node:
-            yield group, node
+            yield group, _without_auto(node) if group == "optimizer" else node
     for group in NAMED:
         for name, node in (getattr(config, group) or {}).items():
             if node is not None:
@@ -280,7 +285,10 @@ def build(config: Config, folder: Path) -> SafeTrainer:
     if problems:
         raise ConfigError(problems)
     model.to(device)
-    optimizer = make(config.optimizer, "optimizer", params=_parameters(model, config))
+    optimizer = make(_without_auto(config.optimizer), "optimizer", params=_parameters(model, config))
+    if config.optimizer.get("lr") == "auto":
+        found = SafeTrainer(model, loss_fn, optimizer, loaders.train, config=config, task=task).find_lr()
+        config = _with_rate(config, optimizer, found)
     scheduler = _scheduler(config, optimizer, length_of(loaders.train))
     metrics = {name: make(node, f"metrics.{name}") for name, node in (config.metrics or {}).items() if node is not None}
     sinks = [
@@ -300,6 +308,30 @@ def build(config: Config, folder: Path) -> SafeTrainer:
         test_loader=loaders.test,
         loggers=sinks,
     )
+
+
+def _without_auto(node: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer's node without a rate that is still to be found."""
+    return {key: value for key, value in node.items() if not (key == "lr" and value == "auto")}
+
+
+def _with_rate(config: Config, optimizer: torch.optim.Optimizer, curve: LearningRateCurve) -> Config:
+    """Train with the rate that a curve suggests; a scheduler that is to reach the optimizer's rate gets it too.
+
+    Raises:
+        ConfigError: it suggests none.
+    """
+    rate = curve.suggestion
+    if rate is None:
+        raise ConfigError([f"optimizer.lr=auto found no rate ({curve.reason}); set optimizer.lr to a number"])
+    log.info("optimizer.lr=auto: %s.", curve.reason)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    scheduler = {
+        key: rate if value == "auto" and key.endswith("lr") else value
+        for key, value in (config.scheduler or {}).items()
+    }
+    return replace(config, scheduler=scheduler or None)
 
 
 def _task(config: Config, loss_fn: Any) -> Any:

@@ -164,7 +164,7 @@ CHECKS = ("summary", "data", "init", "wiring", "modes", "gradcheck", "overfit", 
 
 @dataclass(kw_only=True)
 class PreflightConfig:
-    """The checks before the run. They come with a later version: until then a run starts without them."""
+    """The checks before the run; they leave everything as it was."""
 
     enabled: bool = True
     """Check the program before training."""

@@ -27,8 +27,6 @@ LIST_WIDTH, WIDEST_COMMAND = 100, 48
 """Columns of the list of recipes, and of a command that has its description beside it: about half for each."""
 
 LATER = {
-    Mode.preflight: "the checks before a run come with a later version; train with mode=train",
-    Mode.find_lr: "the learning-rate finder comes with a later version; set optimizer.lr yourself",
     Mode.report: "the report page comes with a later version; metrics.jsonl and TensorBoard have the figures",
 }
 """Modes that are named already and not there yet, with what to do meanwhile."""
@@ -36,14 +34,11 @@ LATER = {
 
 def train(config: Config, build: Build) -> float | None:
     """Train; the figure that a sweep looks at."""
-    from safe_trainer.run_folder import new_run_folder, use_run_folder
     from safe_trainer.terminal import show_start, verdict
-    from safe_trainer.trainer import RUNS
 
     if config.resume == "last" and config.run_dir is None:
         raise ConfigError(["resume=last needs run_dir=FOLDER, the folder of the run to go on with (got none)"])
-    folder = use_run_folder(Path(config.run_dir)) if config.run_dir else new_run_folder(RUNS, config.name)
-    config.run_dir = str(folder)
+    folder = _new_folder(config)
     with log_file(folder / "train.log"):
         trainer = build(config, folder)
         trainer.report.path = folder
@@ -60,6 +55,47 @@ def train(config: Config, build: Build) -> float | None:
             if config.progress or not trainer.report.ok:
                 verdict(trainer.report, ended)
     return trainer.report.metrics.get(config.checkpoint.metric)
+
+
+def preflight(config: Config, build: Build) -> None:
+    """Only the checks before a run.
+
+    Raises:
+        SafetyError: one has failed.
+    """
+    from safe_trainer.findings import Status
+    from safe_trainer.terminal import verdict
+
+    folder = _new_folder(config)
+    with log_file(folder / "train.log"):
+        trainer = build(config, folder)
+        trainer.report.path = folder
+        results = trainer.preflight()
+        (folder / "preflight.json").write_text(trainer.report.to_json(indent=2), encoding="utf-8")
+        failed = [result.name for result in results if result.status is Status.failed]
+        verdict(trainer.report, f"Preflight failed: {', '.join(failed)}." if failed else "Preflight is over.")
+        if failed:
+            raise SafetyError(trainer.report)
+
+
+def find_lr(config: Config, build: Build) -> float | None:
+    """Only the learning-rate finder; its suggestion."""
+    folder = _new_folder(config)
+    trainer = build(config, folder)
+    curve = trainer.find_lr()
+    print(f"{len(curve.rates)} rates from {curve.rates[0]:g} to {curve.rates[-1]:.3g}: {curve.reason}.")
+    print(f"folder  {folder} (lr_finder.csv, lr_finder.png, plot_lr_finder.py)")
+    return curve.suggestion
+
+
+def _new_folder(config: Config) -> Path:
+    """The run's folder, which the configuration names from now on."""
+    from safe_trainer.run_folder import new_run_folder, use_run_folder
+    from safe_trainer.trainer import RUNS
+
+    folder = use_run_folder(Path(config.run_dir)) if config.run_dir else new_run_folder(RUNS, config.name)
+    config.run_dir = str(folder)
+    return folder
 
 
 def evaluate(config: Config, build: Build) -> None:

@@ -27,13 +27,17 @@ from safe_trainer.ema import Average
 from safe_trainer.evaluation import evaluate
 from safe_trainer.findings import CheckResult, Finding, Report, SafetyError, Severity
 from safe_trainer.guard import Guard, reachable_scalers, strangers, without_update
+from safe_trainer.learning_rate_files import write_curve
 from safe_trainer.loggers import JsonLines, TensorBoard
 from safe_trainer.loggers.sink import Sink
 from safe_trainer.loop import DEFAULT_EPOCHS, Loop, TrainStep
 from safe_trainer.nonfinite import circumstances_of, finding_from_trace, load_attempt
 from safe_trainer.output import Output
 from safe_trainer.precision import Precision
-from safe_trainer.preflight import Program, check_program
+from safe_trainer.preflight import Program, check_program, learning_rate
+from safe_trainer.preflight.clock import Clock
+from safe_trainer.preflight.learning_rate import LearningRateCurve
+from safe_trainer.preflight.outcome import ProgramFailed, Skip
 from safe_trainer.run_folder import new_run_folder, save_start, use_run_folder
 from safe_trainer.run_lock import locked, refuse_leavings
 from safe_trainer.run_state import NEEDED, restore
@@ -213,9 +217,22 @@ class SafeTrainer:
             device=self.device,
         )
 
-    def find_lr(self) -> Any:
-        """Find a learning rate: not there yet."""
-        raise ConfigError(["the learning-rate finder comes with a later version; set optimizer.lr yourself"])
+    def find_lr(self) -> LearningRateCurve:
+        """Loss along a ramp of learning rates, and a suggestion; the program is left as it is. Files go to the folder.
+
+        Raises:
+            ConfigError: the program cannot be put on a ramp, or it raises.
+        """
+        program, clock = self._program(), Clock(self.config.preflight.budget_s)
+        try:
+            with program.preserved():
+                curve = learning_rate.find(program, clock)
+        except (Skip, ProgramFailed) as reason:
+            raise ConfigError([f"no learning rate can be found: {reason}"]) from reason
+        finally:
+            self.train_loader = program.train_loader
+        write_curve(curve, self.folder)
+        return curve
 
     def replay(self, path: Path | str) -> Finding:
         """Run a step that blew the fuse, as it was saved in the run's folder, once more, and name what made it so.

@@ -24,13 +24,14 @@ Check = Callable[[Program, Clock], CheckResult]
 
 def check_functions() -> dict[str, tuple[Check, float]]:
     """Each check by its id, with the share of the time left that it may take; the last ones have what others leave."""
-    from safe_trainer.preflight import init, overfit, short_run, summary, wiring
+    from safe_trainer.preflight import init, learning_rate, overfit, short_run, summary, wiring
 
     return {
         "summary": (summary.check, 0.1),
         "init": (init.check, 0.25),
         "wiring": (wiring.check, 0.25),
         "overfit": (overfit.check, 0.5),
+        "learning_rate": (learning_rate.check, 0.5),
         "short_run": (short_run.check, 0.8),
     }
 
@@ -55,7 +56,7 @@ def check_program(
 
 
 def _made(name: str, check: Check, program: Program, clock: Clock) -> CheckResult:
-    """One check, all put back afterwards. What keeps it from looking is a reason to skip; nothing it does ends a run."""
+    """One check, all put back afterwards. What keeps it from looking is a reason to skip; it never ends a run."""
     try:
         if clock.seconds <= 0:
             raise Skip("preflight.budget_s is used up")

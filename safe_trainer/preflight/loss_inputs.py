@@ -49,8 +49,10 @@ def _place(program: Program) -> str:
 
 Told = tuple[str, str, str, str]
 
-TWICE = "softmax or sigmoid is applied twice: once before the loss, and once in it. The loss cannot fall below that of " \
-        "nearly equal outputs, and gradients are weak"  # fmt: skip
+TWICE = (
+    "softmax or sigmoid is applied twice: once before the loss, and once in it. The loss cannot fall below that of "
+    "nearly equal outputs, and gradients are weak"
+)
 
 
 def _cross_entropy(call: Call) -> Told | None:

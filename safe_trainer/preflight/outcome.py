@@ -17,7 +17,7 @@ class ProgramFailed(Exception):
 
 
 def judged(evidence: str, findings: Sequence[Finding] = ()) -> CheckResult:
-    """Failed with an error among the findings, warned with a warning, else passed. The runner fills in name and time."""
+    """Failed with an error among the findings, warned with a warning, else passed; name and time come later."""
     severities = {finding.severity for finding in findings}
     status = Status.passed
     if Severity.error in severities:

@@ -1,8 +1,8 @@
 """Check: can the program learn one batch by heart, with its own step and optimizer; and if not, at which rate can it?
 
-Learning one batch is what a wired-up network always can do (A. Karpathy, "A Recipe for Training Neural Networks", 2019).
-That it cannot is told apart: a wrong rate (another one can), a loss that adds up over the batch, a loss of the wrong
-sign (it falls, and the answers get worse), or none of these.
+Learning one batch is what a wired-up network always can do (A. Karpathy, "A Recipe for Training Neural Networks",
+2019). That it cannot is told apart: a wrong rate (another one can), a loss that adds up over the batch, a loss of the
+wrong sign (it falls, and the answers get worse), or none of these.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ NOTHING = 0.05
 """A loss that came down by less than this share has not been learned from."""
 RESCUES = (0.1, 0.01, 0.001)
 """Multiples of the configured rate that are tried when it does not work."""
-NEVER = 0.02
-"""Share of samples whose true class comes first, at most, where a classifier has learned the opposite; and the mean rank
-of the true class is then worse than the middle, where chance puts it."""
+SELDOM = 0.5
+"""Of chance: so seldom a true class comes first where a classifier has learned the opposite; and the mean rank of the
+true class is then worse than the middle, where chance puts it."""
 OPPOSED = 0.8
 """Minus the correlation of answers and targets from which a regression has learned the opposite."""
 
@@ -143,14 +143,14 @@ class Wrongness:
 
     value: float
     first: float | None = None
-    """Share of samples whose true class comes first; None for a regression."""
+    """Share of samples whose true class comes first, in multiples of chance; None for a regression."""
 
     @property
     def is_opposite(self) -> bool:
         """Whether nothing but the opposite of the right answers explains this, after a loss has fallen."""
         if self.first is None:
             return self.value >= OPPOSED
-        return self.first <= NEVER and self.value > 0.5
+        return self.first <= SELDOM and self.value > 0.5
 
 
 def _answers(program: Program, batch: Any) -> Wrongness | None:
@@ -177,7 +177,9 @@ def _ranks(prediction: Tensor, target: Tensor) -> Wrongness | None:
         return None
     true = prediction.gather(1, target.unsqueeze(1).long())
     ranks = (prediction > true).float().sum(1)
-    return Wrongness(float(ranks.mean() / (prediction.shape[1] - 1)), float((ranks == 0).float().mean()))
+    return Wrongness(
+        float(ranks.mean() / (prediction.shape[1] - 1)), float((ranks == 0).float().mean()) * prediction.shape[1]
+    )
 
 
 def _wrong_sign(program: Program, own: Course, start: Wrongness | None, end: Wrongness | None) -> Iterator[Finding]:
@@ -187,8 +189,8 @@ def _wrong_sign(program: Program, own: Course, start: Wrongness | None, end: Wro
     if not end.is_opposite or end.value <= start.value:
         return
     how = (
-        f"the true class comes first in {end.first:.0%} of the samples; its mean rank went from {start.value:.2f} to "
-        f"{end.value:.2f} (0 is first, 1 last)"
+        f"the true class comes first {end.first:.2g} times as often as by chance; its mean rank went from "
+        f"{start.value:.2f} to {end.value:.2f} (0 is first, 1 last)"
         if end.first is not None
         else f"the answers' correlation with the targets went from {-start.value:.2f} to {-end.value:.2f}"
     )

@@ -155,7 +155,7 @@ class Program:
         """What the optimizers hold."""
         return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
 
-    # --- leaving it as it was ------------------------------------------------------------------------------------------
+    # --- leaving it as it was ----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Check: some dozens of steps as training makes them, under the rules that watch training.
 
-The program's own steps over its own batches, with the monitors and the facts of a run around them; what the rules say is
-a finding of the preflight.
+The program's own steps over its own batches, with the monitors and the facts of a run around them; what the rules say
+is a finding of the preflight.
 """
 
 from __future__ import annotations
