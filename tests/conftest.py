@@ -9,6 +9,8 @@ import pytest
 import torch
 from installation import built, installed  # noqa: F401  (fixtures)
 
+from safe_trainer.config import PreflightConfig
+
 os.environ.pop("DEBUG_ANOMALY", None)
 torch.set_num_threads(1)
 
@@ -21,6 +23,13 @@ def same_start():
     torch.manual_seed(0)
     yield
     assert not torch.is_anomaly_enabled(), "a test left autograd's anomaly mode on"
+
+
+@pytest.fixture(autouse=True)
+def no_preflight(request, monkeypatch):
+    """Tests of training train: what the preflight would find first is tested in tests/preflight, where it is on."""
+    if "preflight" not in request.node.path.parts:
+        monkeypatch.setitem(PreflightConfig.__init__.__kwdefaults__, "enabled", False)
 
 
 @pytest.fixture

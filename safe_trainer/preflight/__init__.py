@@ -24,12 +24,14 @@ Check = Callable[[Program, Clock], CheckResult]
 
 def check_functions() -> dict[str, tuple[Check, float]]:
     """Each check by its id, with the share of the time left that it may take; the last ones have what others leave."""
-    from safe_trainer.preflight import init, learning_rate, overfit, short_run, summary, wiring
+    from safe_trainer.preflight import gradcheck, init, learning_rate, modes, overfit, short_run, summary, wiring
 
     return {
         "summary": (summary.check, 0.1),
         "init": (init.check, 0.25),
         "wiring": (wiring.check, 0.25),
+        "modes": (modes.check, 0.25),
+        "gradcheck": (gradcheck.check, 0.35),
         "overfit": (overfit.check, 0.5),
         "learning_rate": (learning_rate.check, 0.5),
         "short_run": (short_run.check, 0.8),

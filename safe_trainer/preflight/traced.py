@@ -7,8 +7,10 @@ functions are not seen: `cross_entropy` is one call, not a log-softmax and a sel
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -37,6 +39,8 @@ class Call:
     """The user's line."""
     with_grad: bool
     """Whether autograd recorded."""
+    in_function: bool = False
+    """Whether it ran in the forward of an autograd.Function, where autograd never records."""
 
     @property
     def source(self) -> str | None:
@@ -95,8 +99,23 @@ class _Recorder(TorchFunctionMode):
         if next(iter(tensors((args, kwargs, output))), None) is not None:
             stack = read_stack(self._names.get, _traced.__code__)
             grad = torch.is_grad_enabled()
-            self._calls.append(Call(name, full_name, args, kwargs, output, stack.module, stack.place, grad))
+            self._calls.append(
+                Call(
+                    name, full_name, args, kwargs, output, stack.module, stack.place, grad, not grad and _in_function()
+                )
+            )
         return output
+
+
+def _in_function() -> bool:
+    """Whether the forward of an autograd.Function runs: a frame whose first argument is such a function's context."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not _traced.__code__:
+        names = frame.f_code.co_varnames
+        if names and isinstance(frame.f_locals.get(names[0]), torch.autograd.function.FunctionCtx):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def trace_step(program: Program, batch: Any) -> TracedStep:
@@ -106,19 +125,26 @@ def trace_step(program: Program, batch: Any) -> TracedStep:
         ProgramFailed: the user's code raises.
     """
     step = TracedStep()
-    with _module_calls(program.model, step.modules):
-        step.loss = _traced(program, batch, step.calls)
+    step.loss = trace(lambda: program.backward(batch), program.model, step)
     return step
 
 
-def _traced(program: Program, batch: Any, calls: list[Call]) -> float:
+def trace(run: Callable[[], Any], model: nn.Module, step: TracedStep) -> Any:
+    """Let `run` run, what it calls noted in `step`; its result."""
+    with module_calls(model, step.modules):
+        return _traced(run, model, step.calls)
+
+
+def _traced(run: Callable[[], Any], model: nn.Module, calls: list[Call]) -> Any:
     """The bottom frame of every stack that is read."""
-    with _Recorder(program.model, calls):
-        return program.backward(batch)
+    with _Recorder(model, calls):
+        return run()
 
 
 @contextlib.contextmanager
-def _module_calls(model: nn.Module, calls: list[ModuleCall]) -> Iterator[None]:
+def module_calls(model: nn.Module, calls: list[ModuleCall]) -> Iterator[None]:
+    """Note each module's runs while the body runs."""
+
     def hook(name: str) -> Any:
         def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             calls.append(ModuleCall(name, module, args, kwargs, output))
