@@ -119,6 +119,8 @@ class Loop:
         self.early_stopping = EarlyStopping(config.early_stopping)
         self.figures: dict[str, float] = {}
         self.findings: list[Finding] = []
+        self.before: list[Finding] = []
+        """What the preflight has found: it is not told again, nor what follows from it."""
         self.monitors, self.facts, self.setting = monitors, facts, setting
         self.diagnosis = Diagnosis(opposed=len(guard.optimizers) > 1)
         self.probes: list[Probe] = []
@@ -566,9 +568,14 @@ class Loop:
         )
         for finding in self.diagnosis.feed(evidence):
             if take_in(self.findings, finding):
-                self.output.finding(finding, explained=finding.fault in explained(self.findings))
+                self.output.finding(finding, explained=finding.fault in self.explained)
             if finding.severity is Severity.error and self.config.on_fault is OnFault.stop:
                 self.stopped = f"{finding.fault} in step {self.position.step}"
+
+    @property
+    def explained(self) -> frozenset[str]:
+        """Faults that need no word by themselves: told before the run, or following from what was found."""
+        return explained([*self.before, *self.findings]) | {found.fault for found in self.before if found.is_alarm}
 
     def is_checkpoint_due(self) -> bool:
         """Whether checkpoint.every_steps asks for one now, at the end of a group."""

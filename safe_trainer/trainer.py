@@ -166,6 +166,7 @@ class SafeTrainer:
         refuse_leavings(self.folder, self.config.resume)
         output, progress = self._output()
         self.loop = self._loop(output)
+        self.loop.before = list(self.report.findings)
         self._resume(self.loop)
         save_start(self.folder, self.config, sys.argv)
         if self.config.resume is not None:

@@ -101,6 +101,8 @@ def find(program: Program, clock: Clock) -> LearningRateCurve:
         try:
             loss = program.step(batches[number % len(batches)])
         except ProgramFailed:
+            if not number:
+                raise
             loss = math.nan
         if not math.isfinite(loss):
             curve.diverged_at = rate

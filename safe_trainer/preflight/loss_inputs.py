@@ -101,7 +101,8 @@ def _with_logits(call: Call) -> Told | None:
     name = kind(maker(values)).lower()
     return (
         "loss.double_softmax",
-        f"{call.name} is fed the result of {name}: values from {float(values.min()):.3g} to {float(values.max()):.3g}",
+        f"{call.name} is fed the result of {name}: values from {float(values.detach().min()):.3g} to "
+        f"{float(values.detach().max()):.3g}",
         TWICE,
         f"take the {name} out of the model, or use binary_cross_entropy on its result",
     )

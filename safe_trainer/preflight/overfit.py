@@ -7,12 +7,8 @@ wrong sign (it falls, and the answers get worse), or none of these.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from safe_trainer.findings import CheckResult, Finding, Status
 from safe_trainer.gate import needs_closure
@@ -20,7 +16,8 @@ from safe_trainer.preflight.clock import Clock
 from safe_trainer.preflight.one_batch import Course, train_on_one
 from safe_trainer.preflight.outcome import ProgramFailed, Skip, finding, judged
 from safe_trainer.preflight.program import Program
-from safe_trainer.preflight.reading import clone, cut
+from safe_trainer.preflight.reading import cut
+from safe_trainer.preflight.wrong_sign import agreement_with_answers, wrong_sign
 from safe_trainer.task import first_length
 
 STEPS = 120
@@ -35,11 +32,6 @@ NOTHING = 0.05
 """A loss that came down by less than this share has not been learned from."""
 RESCUES = (0.1, 0.01, 0.001)
 """Multiples of the configured rate that are tried when it does not work."""
-SELDOM = 0.5
-"""Of chance: so seldom a true class comes first where a classifier has learned the opposite; and the mean rank of the
-true class is then worse than the middle, where chance puts it."""
-OPPOSED = 0.8
-"""Minus the correlation of answers and targets from which a regression has learned the opposite."""
 
 
 def check(program: Program, clock: Clock) -> CheckResult:
@@ -50,12 +42,11 @@ def check(program: Program, clock: Clock) -> CheckResult:
         raise Skip("the optimizer's step evaluates the loss several times, which takes its own time")
     batch = _fitting(program, clock)
     with program.preserved():
-        start = _answers(program, batch)
+        agreement = agreement_with_answers(program, batch)
         own = train_on_one(program, batch, STEPS, clock.part(0.4))
-        end = _answers(program, batch)
     size = first_length(batch) or 1
     told = f"{size} samples, {len(own.losses)} steps: loss {own.first:.4g} to {own.last:.4g}"
-    findings = list(_wrong_sign(program, own, start, end))
+    findings = list(wrong_sign(own, agreement))
     if findings or own.best_fall > LITTLE:
         return judged(told, findings)
     if program.scheduler is not None and abs(own.fall) < NOTHING:
@@ -132,73 +123,3 @@ def _adds_up(program: Program, batch: Any) -> bool:
     finally:
         program.model.train()
     return part != 0 and 1.6 < whole / part < 2.4
-
-
-# --- a loss of the wrong sign ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Wrongness:
-    """How wrong the model's answers are: mean rank of the true class, or minus the correlation with the targets."""
-
-    value: float
-    first: float | None = None
-    """Share of samples whose true class comes first, in multiples of chance; None for a regression."""
-
-    @property
-    def is_opposite(self) -> bool:
-        """Whether nothing but the opposite of the right answers explains this, after a loss has fallen."""
-        if self.first is None:
-            return self.value >= OPPOSED
-        return self.first <= SELDOM and self.value > 0.5
-
-
-def _answers(program: Program, batch: Any) -> Wrongness | None:
-    """What is known of the answers to a batch, where the targets tell what is right."""
-    if not program.has_forward:
-        return None
-    with torch.no_grad():
-        outcome = program.forward(clone(batch))
-    prediction, target = outcome.get("prediction"), outcome.get("target")
-    if not isinstance(prediction, Tensor) or not isinstance(target, Tensor) or not prediction.is_floating_point():
-        return None
-    if not target.is_floating_point():
-        return _ranks(prediction, target)
-    if prediction.shape != target.shape or len(target.unique()) <= 2:
-        return None  # of two values either may stand for "close", as in losses of distances
-    both = torch.stack([prediction.float().flatten(), target.float().flatten()])
-    return None if both.shape[1] < 4 else Wrongness(-float(torch.corrcoef(both)[0, 1]))
-
-
-def _ranks(prediction: Tensor, target: Tensor) -> Wrongness | None:
-    if prediction.dim() < 2 or prediction.shape[1] < 2 or target.shape != prediction.shape[:1] + prediction.shape[2:]:
-        return None
-    if bool(((target < 0) | (target >= prediction.shape[1])).any()):
-        return None
-    true = prediction.gather(1, target.unsqueeze(1).long())
-    ranks = (prediction > true).float().sum(1)
-    return Wrongness(
-        float(ranks.mean() / (prediction.shape[1] - 1)), float((ranks == 0).float().mean()) * prediction.shape[1]
-    )
-
-
-def _wrong_sign(program: Program, own: Course, start: Wrongness | None, end: Wrongness | None) -> Iterator[Finding]:
-    """The loss falls, and the answers end at the wrong end of the scale."""
-    if start is None or end is None or own.fall < 4 * NOTHING:
-        return
-    if not end.is_opposite or end.value <= start.value:
-        return
-    how = (
-        f"the true class comes first {end.first:.2g} times as often as by chance; its mean rank went from "
-        f"{start.value:.2f} to {end.value:.2f} (0 is first, 1 last)"
-        if end.first is not None
-        else f"the answers' correlation with the targets went from {-start.value:.2f} to {-end.value:.2f}"
-    )
-    yield finding(
-        "loss.wrong_sign",
-        "error",
-        where="loss_fn",
-        evidence=f"on one batch the loss falls from {own.first:.4g} to {own.last:.4g} while {how}",
-        cause="the loss is lowest where the answers are worst: a minus sign is missing (or one too many)",
-        remedy="minimise the negative log-likelihood: put the minus in front of the mean of log-probabilities",
-    )

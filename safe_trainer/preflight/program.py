@@ -6,6 +6,7 @@ May run and change anything of the program, but only inside `preserved`, which p
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -211,9 +212,11 @@ def _hooks_back(module: nn.Module) -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def _program() -> Iterator[None]:
-    """What raises in here is the user's code."""
+    """What raises in here is the user's code; its warnings come when it is trained."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     except (Skip, ProgramFailed):
         raise
     except Exception as error:

@@ -16,9 +16,12 @@ STEPS = 3
 that does, the second.
 """
 
+ROUNDING = 1e-3
+"""Of the way that the weights went: units apart by less have not been told apart but by rounding."""
+
 
 def symmetric_layers(program: Program, clock: Clock) -> Iterator[Finding]:
-    """Weights whose units begin equal to the bit and are equal to the bit after some steps."""
+    """Weights whose units begin equal to the bit and have moved as one after some steps."""
     held = {id(parameter) for parameter in program.parameters()}
     alike = {
         name: parameter
@@ -27,13 +30,14 @@ def symmetric_layers(program: Program, clock: Clock) -> Iterator[Finding]:
     }
     if not alike:
         return
+    before = {name: parameter.detach().clone() for name, parameter in alike.items()}
     batches = program.batches()
     try:
         for number in range(STEPS):
             program.step(batches[number % len(batches)])
     except ProgramFailed:
         return
-    still = [name for name, parameter in alike.items() if _are_alike(parameter)]
+    still = [name for name, parameter in alike.items() if _stayed_alike(parameter, before[name])]
     if not still:
         return
     name, shape = still[0], tuple(alike[still[0]].shape)
@@ -41,8 +45,8 @@ def symmetric_layers(program: Program, clock: Clock) -> Iterator[Finding]:
         "init.zero_symmetric",
         "error",
         where=name.rpartition(".")[0] or name,
-        evidence=f"all {shape[0]} units of {name} start with the same weights and are still the same to the bit after "
-        f"{STEPS} steps" + (f"; so do {len(still) - 1} more" if len(still) > 1 else ""),
+        evidence=f"all {shape[0]} units of {name} start with the same weights and still have them after {STEPS} steps"
+        + (f"; so do {len(still) - 1} more" if len(still) > 1 else ""),
         cause="units with equal weights get equal gradients: nothing ever tells them apart, and the layer is one unit "
         "wide",
         remedy="start the weights at random (torch.nn.init.kaiming_normal_ or xavier_uniform_); only biases may be "
@@ -56,3 +60,10 @@ def _are_alike(parameter: Tensor) -> bool:
         return False
     values = parameter.detach()
     return bool((values == values[:1]).all())
+
+
+def _stayed_alike(parameter: Tensor, before: Tensor) -> bool:
+    """Whether all units have moved alike, or not at all, rounding apart."""
+    values = parameter.detach()
+    apart = float((values - values.mean(0, keepdim=True)).abs().max())
+    return apart <= ROUNDING * float((values - before).abs().max())

@@ -1,0 +1,187 @@
+"""One batch by heart, the ramp of rates, the short run: broken programs and their mended twins."""
+
+import csv
+import math
+
+import pytest
+import torch
+from programs import blobs, loader_of, mlp
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from safe_trainer import SafeTrainer
+from safe_trainer.config import ConfigError
+
+
+def names(found):
+    return [name for name, _ in found[0]]
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
+
+
+@pytest.mark.parametrize("make", [net, mlp])
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (nn.CrossEntropyLoss(), []),
+        (lambda o, t: o.log_softmax(1).gather(1, t.unsqueeze(1)).mean(), ["loss.wrong_sign"]),
+        (lambda o, t: -o.log_softmax(1).gather(1, t.unsqueeze(1)).mean(), []),
+    ],
+)
+def test_a_loss_of_the_wrong_sign(make, loss, expected, alarms):
+    model = make()
+    assert (
+        names(alarms("overfit", model, loss, torch.optim.SGD(model.parameters(), lr=0.1), loader_of(blobs())))
+        == expected
+    )
+
+
+def test_a_regression_of_the_wrong_sign(alarms):
+    inputs = torch.randn(64, 8)
+    data = TensorDataset(inputs, inputs[:, :1] * 2 + 1)
+    for sign, expected in ((-1, ["loss.wrong_sign"]), (1, [])):
+        model = nn.Linear(8, 1)
+        found = alarms("overfit", model, lambda o, t, sign=sign: sign * (o * -t + 0.5 * o.square()).mean() if sign > 0 else
+                       (o * t).mean(), torch.optim.SGD(model.parameters(), lr=0.1), loader_of(data))  # fmt: skip
+        assert names(found) == expected
+
+
+def test_losses_that_fall_below_zero_rightly_are_silent(alarms):
+    def normal(output, target):
+        spread = output[:, 1].exp()
+        return (output[:, 1] + 0.5 * ((target - output[:, 0]) / spread).square()).mean()
+
+    inputs = torch.randn(64, 8)
+    data = TensorDataset(inputs, 0.01 * inputs[:, 0])
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    assert names(alarms("overfit", model, normal, torch.optim.Adam(model.parameters(), lr=1e-2), loader_of(data))) == []
+
+
+def deep():
+    layers = [nn.Linear(8, 16), nn.Tanh()]
+    for _ in range(3):
+        layers += [nn.Linear(16, 16), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(16, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "optimizer", "high", "sound"),
+    [(net, torch.optim.SGD, 300.0, 0.1), (deep, torch.optim.SGD, 30.0, 0.3)],
+)
+def test_a_rate_that_is_too_high(make, optimizer, high, sound, alarms):
+    for rate, expected in ((high, ["optimizer.lr_too_high"]), (sound, [])):
+        model = make()
+        chosen = optimizer(model.parameters(), lr=rate)
+        assert names(alarms("overfit", model, nn.CrossEntropyLoss(), chosen, loader_of(blobs()))) == expected
+
+
+def test_a_sum_over_the_batch_with_the_rate_of_a_mean(alarms):
+    data = loader_of(blobs(samples=512), batch_size=256)
+    for reduction, expected in (("sum", ["loss.reduction"]), ("mean", [])):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        assert names(alarms("overfit", model, nn.CrossEntropyLoss(reduction=reduction), optimizer, data)) == expected
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5 / 256, momentum=0.9)
+    assert names(alarms("overfit", model, nn.CrossEntropyLoss(reduction="sum"), optimizer, data)) == []
+
+
+def test_two_optimizers_are_skipped_with_a_reason(alarms):
+    model = net()
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2]))
+
+    def step(model, loss_fn, optimizer, batch):
+        loss = functional.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        for each in (first, second):
+            each.step()
+            each.zero_grad()
+        return loss
+
+    found, results = alarms(
+        "overfit", model, None, first, loader_of(blobs()), train_step=step, other_optimizers=[second]
+    )
+    assert results["overfit"].status == "skip"
+    assert "several optimizers" in results["overfit"].evidence
+    assert found == []
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_gradients_that_are_never_cleared_are_seen_before_the_run(clears, alarms):
+    def step(model, loss_fn, optimizer, batch):
+        loss = functional.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        if clears:
+            optimizer.zero_grad()
+        return loss
+
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found = alarms("short_run", model, None, optimizer, loader_of(blobs()), train_step=step)
+    assert names(found) == ([] if clears else ["gradient.accumulating"])
+
+
+# --- the ramp of rates -----------------------------------------------------------------------------------------------
+
+
+def trainer(tmp_path, model, optimizer, loss=None, data=None):
+    config = {"progress": False, "run_dir": str(tmp_path)}
+    return SafeTrainer(model, loss or nn.CrossEntropyLoss(), optimizer, data or loader_of(blobs()), config=config)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_the_suggested_rate_trains_and_nothing_is_changed(optimizer, tmp_path):
+    model = net()
+    chosen = optimizer(model.parameters(), lr=1e-3)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    curve = trainer(tmp_path, model, chosen).find_lr()
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+    assert chosen.param_groups[0]["lr"] == 1e-3
+    assert not chosen.state
+    assert 1e-4 < curve.suggestion < 1
+    assert curve.rates[0] == pytest.approx(1e-7)
+    rows = list(csv.DictReader((tmp_path / "lr_finder.csv").read_text().splitlines()))
+    assert [float(row["loss"]) for row in rows] == curve.losses
+    assert (tmp_path / "lr_finder.png").stat().st_size > 5000
+    compile((tmp_path / "plot_lr_finder.py").read_text(), "plot_lr_finder.py", "exec")
+    chosen.param_groups[0]["lr"] = curve.suggestion
+    losses = []
+    for _ in range(20):
+        for inputs, targets in loader_of(blobs()):
+            chosen.zero_grad()
+            loss = functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+            chosen.step()
+            losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_without_a_fall_there_is_no_suggestion(tmp_path):
+    model = nn.Linear(8, 3)
+    curve = trainer(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1),
+                    lambda o, t: functional.cross_entropy(o * 0, t)).find_lr()  # fmt: skip
+    assert curve.suggestion is None
+    assert "no suggestion" in curve.reason
+
+
+def test_smoothing_has_no_bias_at_the_start(tmp_path):
+    model = net()
+    curve = trainer(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1)).find_lr()
+    assert curve.smoothed[0] == pytest.approx(curve.losses[0])
+    assert math.isclose(curve.smoothed[1], (0.9 * curve.losses[0] + curve.losses[1]) / 1.9, rel_tol=1e-9)
+
+
+def test_a_program_that_cannot_be_put_on_a_ramp_is_told(tmp_path):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(output, target):
+        raise ValueError("my own mistake")
+
+    with pytest.raises(ConfigError, match="no learning rate can be found: ValueError: my own mistake"):
+        trainer(tmp_path, model, optimizer, loss).find_lr()
