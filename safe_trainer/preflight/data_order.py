@@ -58,7 +58,7 @@ def changed_by_reading(program: Program, train: Samples, held_out: Samples, cloc
     if not stored:
         return
     index = len(dataset) // 2
-    before = {name: np.array(value[index], copy=True) for name, value in stored.items()}
+    before = {name: _row(value, index) for name, value in stored.items()}
     try:
         with rng.isolated():
             torch.manual_seed(0)
@@ -67,7 +67,7 @@ def changed_by_reading(program: Program, train: Samples, held_out: Samples, cloc
             second = [tensor.clone() for tensor in tensors(clone(dataset[index]))]
     except Exception:  # a data set that wants other indices is not looked at
         return
-    moved = [name for name, value in stored.items() if not _equal(before[name], np.asarray(value[index]))]
+    moved = [name for name, value in stored.items() if not _equal(before[name], _row(value, index))]
     if not moved or all(torch.equal(one, other) for one, other in zip(first, second, strict=True)):
         return
     yield finding(
@@ -89,7 +89,15 @@ def _stored(dataset: Any, length: int) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _equal(first: np.ndarray, second: np.ndarray) -> bool:
+def _row(value: Any, index: int) -> Tensor | np.ndarray:
+    """A copy of one sample as it is kept."""
+    return value[index].clone() if isinstance(value, Tensor) else np.array(value[index], copy=True)
+
+
+def _equal(first: Any, second: Any) -> bool:
+    """Whether two samples are the same, NaN being the same as NaN."""
+    if isinstance(first, Tensor):
+        return bool(((first == second) | ((first != first) & (second != second))).all())
     return bool(np.array_equal(first, second, equal_nan=first.dtype.kind == "f"))
 
 

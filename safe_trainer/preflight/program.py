@@ -74,6 +74,8 @@ class Program:
         """
         if self._batches is None:
             if reading.is_read_once(self.train_loader):
+                if self.config.seed is not None:  # training seeds before it reads, and this reads in its place
+                    rng.seed_everything(self.config.seed)
                 self._batches, self.train_loader = reading.read_once(self.train_loader, BATCHES)
             else:
                 limit = self.config.limit_train_batches

@@ -89,7 +89,7 @@ LOADERS = {
 
 
 def train(
-    tmp_path, make, loader, *, preflight, optimizer=torch.optim.AdamW, step=None, seed=None, loss=None, **options
+    tmp_path, make, loader, *, preflight, optimizer=torch.optim.AdamW, step=None, seed=None, held_out=blobs, **options
 ):
     torch.manual_seed(0)
     np.random.seed(0)
@@ -100,19 +100,18 @@ def train(
         "progress": False, "run_dir": str(tmp_path / str(preflight)), "preflight.enabled": preflight, "max_steps": 15,
         "on_fault": "report", "seed": seed, "checkpoint.enabled": False, **options,
     }  # fmt: skip
-    if step is not None:
-        loss, step = None, step(chosen)
-    else:
-        loss = loss or nn.CrossEntropyLoss()
-    trainer = SafeTrainer(model, loss, chosen, loader(), loader_of(blobs(seed=1)), scheduler, config=config, loggers=(),
+    loss, step = (nn.CrossEntropyLoss(), None) if step is None else (None, step(chosen))
+    val = loader_of(held_out(seed=1))
+    trainer = SafeTrainer(model, loss, chosen, loader(), val, scheduler, config=config, loggers=(),
                           train_step=step)  # fmt: skip
     report = trainer.run()
     return [*fingerprint(model, chosen), torch.tensor(report.history["loss"]), rng.capture()["torch"]], model, report
 
 
 def assert_same(tmp_path, make, loader, **options):
-    without, _, _ = train(tmp_path, make, loader, preflight=False, **options)
+    without, alone, _ = train(tmp_path, make, loader, preflight=False, **options)
     ours, model, report = train(tmp_path, make, loader, preflight=True, **options)
+    assert vars(model).get("seen") == vars(alone).get("seen")
     assert [check.name for check in report.checks] == [
         name for name in CHECKS if name in {c.name for c in report.checks}
     ]
@@ -126,7 +125,7 @@ def test_every_model_ends_in_the_same_bits(name, tmp_path):
     model, report = assert_same(tmp_path, MODELS[name], LOADERS["plain"])
     assert len(report.checks) == len(CHECKS)
     if name == "counting":
-        assert model.calls == len(model.seen) == 15 + 6 * 2  # an evaluation of 6 batches ends each epoch and the run
+        assert model.calls == len(model.seen) == 15 + 6 * 3  # an evaluation of 6 batches ends each epoch and the run
 
 
 @pytest.mark.parametrize("name", LOADERS)
@@ -142,8 +141,8 @@ def test_pictures_and_optimizers(optimizer, tmp_path):
         return loader_of(pictures())
 
     torch.manual_seed(0)
-    without, _, _ = train(tmp_path, SmallCNN, loader, preflight=False, optimizer=optimizer)
-    ours, _, _ = train(tmp_path, SmallCNN, loader, preflight=True, optimizer=optimizer)
+    without, _, _ = train(tmp_path, SmallCNN, loader, preflight=False, optimizer=optimizer, held_out=pictures)
+    ours, _, _ = train(tmp_path, SmallCNN, loader, preflight=True, optimizer=optimizer, held_out=pictures)
     assert equal(without[:-2], ours[:-2])
 
 
