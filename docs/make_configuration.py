@@ -8,6 +8,7 @@ nothing and exits with 1 if the page is out of date.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,8 +70,11 @@ def read(source: str) -> tuple[dict[str, Section], dict[str, list[str]]]:
     """
     sections: dict[str, Section] = {}
     choices: dict[str, list[str]] = {}
+    lists: dict[str, str] = {}
     for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            lists[ast.unparse(node.targets[0])] = ast.unparse(node.value)
+        elif isinstance(node, ast.ClassDef):
             bases = {ast.unparse(base) for base in node.bases}
             if "Enum" in bases:
                 choices[node.name] = [
@@ -89,6 +93,10 @@ def read(source: str) -> tuple[dict[str, Section], dict[str, list[str]]]:
         problems += [f"{class_name} has a rule for {name}, which is no option" for name in section.rules.keys() - known]
     if problems:
         raise ValueError("; ".join(problems))
+    for option in (option for section in sections.values() for option in section.options):
+        named = re.fullmatch(r"field\(default_factory=lambda: list\((\w+)\)\)", option.default)
+        if named is not None:
+            option.default = str(list(ast.literal_eval(lists[named[1]])))
     return sections, choices
 
 

@@ -10,6 +10,7 @@ if not (Path(__file__).parent / "utils").is_dir():  # a checkout: utils/, conf/,
 from safe_trainer.config import Config, ConfigError
 from safe_trainer.explain import explain
 from safe_trainer.findings import CheckResult, Finding, Report, SafetyError, Severity, Status
+from safe_trainer.repair import revive_dead_units
 from safe_trainer.trainer import SafeTrainer
 from safe_trainer.watch import watch
 
@@ -24,5 +25,6 @@ __all__ = [
     "Severity",
     "Status",
     "explain",
+    "revive_dead_units",
     "watch",
 ]

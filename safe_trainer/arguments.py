@@ -43,6 +43,8 @@ def problems_of(given: Mapping[str, Any], config: Config, *, built: bool = False
             for group in GROUPS
             if getattr(config, group) is not None
         ]
+        if config.alerts.call:
+            found.append(f"alerts.call must not be in config: pass alerts=[callable] (got {config.alerts.call})")
     return found
 
 
@@ -78,6 +80,17 @@ def _kinds(given: Mapping[str, Any]) -> Iterator[str]:
     for sink in loggers if isinstance(loggers, Sequence) else ():
         if not _can(sink, SINK):
             yield f"loggers must hold sinks with the methods {', '.join(SINK)} (got {_kind(sink)})"
+    yield from calls_that_cannot_be(given["alerts"])
+
+
+def calls_that_cannot_be(alerts: Any) -> Iterator[str]:
+    """Alerts that are no list of callables."""
+    if isinstance(alerts, str) or not isinstance(alerts, Sequence):
+        yield f"alerts must be a list of callables (finding) -> None (got {_kind(alerts)}); write [callable]"
+        return
+    for call in alerts:
+        if not callable(call) or isinstance(call, type):
+            yield f"alerts must hold callables (finding) -> None (got {_kind(call)})"
 
 
 def _loaders(given: Mapping[str, Any], config: Config) -> Iterator[str]:

@@ -36,6 +36,9 @@ SUPPLIED = {"optimizer": "params", "scheduler": "optimizer", "logger": "folder"}
 
 REQUIRED = ("model", "data", "optimizer")
 
+CALLS = "alerts.call."
+"""What the names of the callables begin with that alerts go to."""
+
 NAMED = ("metrics", "logger")
 """Groups that hold several targets by name, any of which may be null."""
 
@@ -80,6 +83,9 @@ def _nodes(config: Config) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for name, node in (getattr(config, group) or {}).items():
             if node is not None:
                 yield f"{group}.{name}", node
+    for name, node in (config.alerts.call or {}).items():
+        if node is not None:
+            yield f"{CALLS}{name}", node
 
 
 def _node_problems(node: Any, where: str, supplied: str | None) -> list[str]:
@@ -156,6 +162,8 @@ def _argument_problems(target: Any, name: str, node: Mapping[str, Any], where: s
         for key, value in given.items()
         if key not in names and not takes_any
     ]
+    if where.startswith(CALLS) and not inspect.isclass(target):
+        supplied = names[0] if names else None  # a function is called with the finding first
     positional = len(node.get("_args_", ()))
     ready = {supplied, "loss_fn", *names[:positional], *given}
     if not node.get("_partial_"):
@@ -294,6 +302,7 @@ def build(config: Config, folder: Path) -> SafeTrainer:
     sinks = [
         make(node, f"logger.{name}", folder=folder) for name, node in (config.logger or {}).items() if node is not None
     ]
+    calls = [_call(node, name) for name, node in (config.alerts.call or {}).items() if node is not None]
     return SafeTrainer(
         model,
         loss_fn,
@@ -307,6 +316,7 @@ def build(config: Config, folder: Path) -> SafeTrainer:
         metrics=metrics,
         test_loader=loaders.test,
         loggers=sinks,
+        alerts=calls,
     )
 
 
@@ -332,6 +342,12 @@ def _with_rate(config: Config, optimizer: torch.optim.Optimizer, curve: Learning
         for key, value in (config.scheduler or {}).items()
     }
     return replace(config, scheduler=scheduler or None)
+
+
+def _call(node: Mapping[str, Any], name: str) -> Any:
+    """What an alert calls: an object of the class that is named, or the function itself with its further arguments."""
+    given = dict(node) if inspect.isclass(locate(node["_target_"])) else {**node, "_partial_": True}
+    return make(given, f"{CALLS}{name}")
 
 
 def _task(config: Config, loss_fn: Any) -> Any:

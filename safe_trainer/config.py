@@ -19,6 +19,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from safe_trainer.catalogue import CATALOGUE
+
 
 class ConfigError(ValueError):
     """Mistakes in a configuration, all of them: ``problems`` holds one sentence each."""
@@ -87,6 +89,14 @@ class Direction(Enum):
     auto = "auto"
     min = "min"
     max = "max"
+
+
+class LeastSeverity(Enum):
+    """From which severity on any finding alerts; members are those of safe_trainer.findings.Severity."""
+
+    info = "info"
+    warning = "warning"
+    error = "error"
 
 
 Rule = tuple[str, str, Callable[[Any], bool]]
@@ -241,12 +251,44 @@ class MonitorConfig:
         _hold(self, ("every", "0 or more", _at_least(0)))
 
 
+ALERTING = (
+    "forward.nonfinite",
+    "gradient.nonfinite",
+    "data.nonfinite",
+    "loss.log_of_zero",
+    "precision.overflow",
+    "activation.dead",
+    "init.dead",
+    "activation.exploding",
+    "gradient.exploding",
+)
+"""What alerts by default: each name that the fuse gives to a NaN or an infinity, and what kills or blows up a layer."""
+
+
 @dataclass(kw_only=True)
 class RepairConfig:
     """What may be mended while training."""
 
     dead_units: bool = False
     """Start units anew that have been dead over a whole window."""
+
+
+@dataclass(kw_only=True)
+class AlertsConfig:
+    """Which findings are worth a call, and who is called besides the loggers; each finding is delivered once."""
+
+    faults: list[str] = field(default_factory=lambda: list(ALERTING))
+    """Faults that alert whatever their severity: NaN and infinity wherever they come from, layers with 80 % and more
+    dead units, exploding activations and gradients."""
+    severity: LeastSeverity = LeastSeverity.error
+    """Any other finding alerts from this severity on."""
+    call: dict[str, Any] | None = None
+    """Callables by name (`_target_` and its arguments), called with the finding: a function is called itself, with the
+    finding first; a class is built, and its object is called. alerts.call.NAME=null drops one."""
+
+    def __post_init__(self) -> None:
+        known = sorted(CATALOGUE)
+        _hold(self, ("faults", "ids of faults, as docs/faults.md has them", lambda names: set(names) <= set(known)))
 
 
 @dataclass(kw_only=True)
@@ -375,6 +417,7 @@ class Config:
     anomaly: AnomalyConfig = field(default_factory=AnomalyConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     repair: RepairConfig = field(default_factory=RepairConfig)
+    alerts: AlertsConfig = field(default_factory=AlertsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     report: ReportConfig = field(default_factory=ReportConfig)

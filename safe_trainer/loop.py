@@ -565,8 +565,8 @@ class Loop:
             ended=self.is_done(),
         )
         for finding in self.diagnosis.feed(evidence):
-            if take_in(self.findings, finding) and finding.fault not in explained(self.findings):
-                self.output.finding(finding)
+            if take_in(self.findings, finding):
+                self.output.finding(finding, explained=finding.fault in explained(self.findings))
             if finding.severity is Severity.error and self.config.on_fault is OnFault.stop:
                 self.stopped = f"{finding.fault} in step {self.position.step}"
 

@@ -1,4 +1,4 @@
-"""Where a run's figures and findings go: the sinks of the log and the terminal. Reads nothing from a device."""
+"""Where a run's figures and findings go: the sinks of the log, the terminal and alerts. Reads nothing from a device."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from safe_trainer.alerts import Alerts
+from safe_trainer.config import AlertsConfig
 from safe_trainer.findings import Finding
 from safe_trainer.loggers.sink import Sink
 from safe_trainer.task import describe_batch
@@ -17,8 +19,9 @@ from safe_trainer.terminal import Progress
 class Output:
     """One row, one note or one finding, to all sinks and the terminal."""
 
-    def __init__(self, sinks: Sequence[Sink], progress: Progress) -> None:
+    def __init__(self, sinks: Sequence[Sink], progress: Progress, alerts: Alerts | None = None) -> None:
         self.sinks, self.progress = list(sinks), progress
+        self.alerts = alerts or Alerts(AlertsConfig(), [])
         self.advance = progress.advance  # called every step: no frame of its own
 
     def start_after(self, step: int) -> None:
@@ -36,8 +39,15 @@ class Output:
             sink.log(step, {"epoch": float(epoch), **values})
         self.progress.row(step, epoch, dict(values))
 
-    def finding(self, finding: Finding) -> None:
-        """Tell a finding at once, where the user looks."""
+    def finding(self, finding: Finding, *, explained: bool = False) -> None:
+        """Tell a finding at once, where the user looks.
+
+        Args:
+            explained: it follows from another one, under which the report tells it: it only alerts, if it is to.
+        """
+        self.alerts.deliver(finding, self.sinks)
+        if explained:
+            return
         self.progress.note(f"{finding.severity}: {finding.headline()}")  # the verdict at the end tells all of it
         for sink in self.sinks:
             sink.text(finding.step or 0, f"finding/{finding.fault}", finding.paragraph())

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
 
+from safe_trainer.alerts import Alerts
 from safe_trainer.arguments import problems_of
 from safe_trainer.checkpoint import Checkpoints, infinite_tensors, state_differences
 from safe_trainer.config import Config, ConfigError, OnFault, parse
@@ -75,6 +76,8 @@ class SafeTrainer:
         metrics: a torchmetrics MetricCollection, or a mapping of name to metric, measured on held-out data.
         test_loader: data for one evaluation at the very end; it never selects a model.
         loggers: sinks of the log; None means JSON lines and TensorBoard.
+        alerts: callables that get each finding that alerts, once; ``config["alerts.faults"]`` and
+            ``config["alerts.severity"]`` say which do. What they raise is logged, and the run goes on.
 
     Raises:
         ConfigError: mistakes in `config` or in how the objects fit together, all at once.
@@ -98,13 +101,14 @@ class SafeTrainer:
         metrics: Any = None,
         test_loader: Iterable[Any] | None = None,
         loggers: Sequence[Sink] | None = None,
+        alerts: Sequence[Callable[[Finding], object]] = (),
     ) -> None:
         self.config = config if isinstance(config, Config) else parse(_as_mapping(config))
         given = {
             "model": model, "loss_fn": loss_fn, "optimizer": optimizer, "train_loader": train_loader,
             "val_loader": val_loader, "scheduler": scheduler, "train_step": train_step, "eval_step": eval_step,
             "other_optimizers": other_optimizers, "task": task, "metrics": metrics, "test_loader": test_loader,
-            "loggers": loggers,
+            "loggers": loggers, "alerts": alerts,
         }  # fmt: skip
         problems = problems_of(given, self.config, built=isinstance(config, Config))
         if problems:
@@ -114,7 +118,7 @@ class SafeTrainer:
         self.scheduler, self.train_step, self.eval_step = scheduler, train_step, eval_step
         self.optimizers = [optimizer, *other_optimizers]
         self.num_classes = num_classes
-        self.given_task, self.loggers = task, loggers
+        self.given_task, self.loggers, self.alerts = task, loggers, list(alerts)
         self.device = self._device()
         self.task: Task = task or Supervised(loss_fn or _no_loss)
         self.model.to(self.device)
@@ -196,7 +200,9 @@ class SafeTrainer:
             results = check_program(program, options.checks, options.budget_s, checklist.tell)
         self.train_loader = program.train_loader
         self.report.checks = results
-        self.report.findings = folded([finding for result in results for finding in result.findings])
+        found = {finding.fault: finding for result in reversed(results) for finding in reversed(result.findings)}
+        self.report.findings = []
+        self.report.add(*folded(list(found.values())[::-1]))
         return results
 
     def _program(self) -> Program:
@@ -371,7 +377,7 @@ class SafeTrainer:
             total_epochs=None if self.config.max_steps else self.config.max_epochs or DEFAULT_EPOCHS,
             shown=self.config.progress,
         )
-        return Output(sinks, progress), progress
+        return Output(sinks, progress, Alerts(self.config.alerts, self.alerts)), progress
 
     def _prepare_modes(self) -> None:
         """Training begins in training mode; parts that are in eval on purpose stay there."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from safe_trainer.alerts import Alerts
+from safe_trainer.arguments import calls_that_cannot_be
 from safe_trainer.config import Config, ConfigError, OnFault, parse
 from safe_trainer.diagnosis import Diagnosis, Evidence, Setting, largest_decay, take_in
 from safe_trainer.diagnosis.causes import folded
@@ -62,6 +64,7 @@ class watch:
         config: overrides of the schema (safe_trainer.config.Config): any mapping, dotted keys allowed. What it says of
             data, epochs, checkpoints and precision is the loop's own matter and has no effect.
         scheduler: one, or several; they are looked at, and taken back on a rollback.
+        alerts: callables that get each finding that alerts, once, as in SafeTrainer.
 
     Raises:
         ConfigError: mistakes in `config` or in what was passed.
@@ -76,12 +79,13 @@ class watch:
         config: Mapping[str, Any] | Config | None = None,
         *,
         scheduler: Any = None,
+        alerts: Sequence[Callable[[Finding], object]] = (),
     ) -> None:
         self.config = config if isinstance(config, Config) else parse(config)
         self.model, self.loss_fn = model, loss_fn
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.schedulers = list(scheduler) if isinstance(scheduler, list | tuple) else [scheduler] if scheduler else []
-        self._hold_together()
+        self._hold_together(alerts)
         self.folder = use_run_folder(Path(self.config.run_dir)) if self.config.run_dir else None
         self.guard = Guard(
             self.config.guard, model, self.optimizers, on_fault=self.config.on_fault, folder=self.folder,
@@ -99,14 +103,15 @@ class watch:
         self.findings: list[Finding] = []
         self.number = 0
         """Steps begun."""
-        self._output = Output([], Progress(shown=False))
+        self._alerts = Alerts(self.config.alerts, alerts)
+        self._output = Output([], Progress(shown=False), self._alerts)
         self._lock = ExitStack()
         self._handles: list[Any] = []
         self._entered = self._open = False
         self._loss: Tensor | float | None = None
 
-    def _hold_together(self) -> None:
-        problems = []
+    def _hold_together(self, alerts: Any) -> None:
+        problems = list(calls_that_cannot_be(alerts))
         model: Any = self.model  # a caller's types are a promise that nobody has checked
         if not isinstance(model, nn.Module):
             problems.append(f"model must be a torch.nn.Module (got {type(model).__name__})")
@@ -128,7 +133,7 @@ class watch:
             self._lock.enter_context(locked(self.folder))
             refuse_leavings(self.folder, resume=None)
             save_start(self.folder, self.config, sys.argv)
-            self._output = Output([JsonLines(self.folder)], Progress(shown=False))
+            self._output = Output([JsonLines(self.folder)], Progress(shown=False), self._alerts)
         if self.config.guard.enabled:
             self._handles = self.guard.install_gate()
         self.facts.__enter__()

@@ -16,6 +16,7 @@ PUBLIC = {
     "Severity",
     "Status",
     "explain",
+    "revive_dead_units",
     "watch",
 }
 HEAVY = ("hydra", "sklearn", "torchvision", "matplotlib", "plotly", "tensorboard", "torchmetrics", "jinja2")

@@ -38,6 +38,7 @@ EXPLAINS: dict[str, frozenset[str]] = {
     "optimizer.scheduler_misuse": _IDLE,
     "gradient.overclipped": _IDLE,
     "precision.underflow": _IDLE,
+    "precision.overflow": frozenset({"data.unnormalized"}) | _IDLE,
     "optimizer.weight_decay": _IDLE,
     # a step into a steep place throws the loss up
     "gradient.exploding": frozenset({"training.diverging", "training.oscillating"}),

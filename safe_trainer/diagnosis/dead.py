@@ -3,8 +3,8 @@
 A unit counts if a rectifier gave exactly zero in it for every sample and place of several measured steps: a rectifier
 passes no gradient where it gives zero, so nothing that feeds the unit can change through it. The share of zeros among
 all outputs says nothing, as it is 30 to 80 % in healthy networks; whole units silent for a batch were at most 47 % in
-98 healthy runs, and 97 to 100 % in layers that had been killed. In between lie sparse layers that do well, so there the
-loss must be where it began.
+98 healthy runs, and 97 to 100 % in layers that had been killed. In between lie sparse layers that do well: they are a
+warning if the loss is where it began, and an info, which is no alarm, if the network learns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from safe_trainer.utils.measurements import LayerStatistics, Measurement
 __all__ = ["DEAD", "dead_layers", "dead_units"]
 
 KILLED, DEAD = 0.97, 0.8
-"""Share of dead units of a layer that is told anyway, and if the loss has not come down; see above."""
+"""Share of dead units of a layer that is a warning anyway, and if the loss has not come down; see above."""
 LEAST_STEPS = 2
 """Measured steps in the window: a single batch may lack what a unit answers to."""
 _RECTIFIER = re.compile(r"relu6?(\(\))?|threshold|hardtanh(\(\))?", re.IGNORECASE)
@@ -29,8 +29,9 @@ def dead_units(evidence: Evidence) -> list[Finding]:
     """One finding for all dead layers; it names the first, since those behind it may starve because of it."""
     windows = [measured for measured in evidence.measurements if measured.window_steps >= LEAST_STEPS]
     layers = dead_layers(windows[-1], DEAD) if windows else []
-    if not layers or (has_learned(evidence) and max(layer.inactive_window_share for layer in layers) < KILLED):
+    if not layers:
         return []
+    sparse = has_learned(evidence) and max(layer.inactive_window_share for layer in layers) < KILLED
     latest, worst = windows[-1], layers[0]
     begin = evidence.measurements[0]
     born = begin.step == 1 and worst.name in begin.layers and begin.layers[worst.name].inactive_share >= DEAD
@@ -47,12 +48,13 @@ def dead_units(evidence: Evidence) -> list[Finding]:
     return [
         Finding(
             fault="init.dead" if born else "activation.dead",
-            severity=Severity.warning,
+            severity=Severity.info if sparse else Severity.warning,
             stage="training",
             where=worst.name,
             step=latest.step,
             evidence=f"{worst.inactive_window_share:.0%} of the {worst.units} units of {worst.name} ({worst.kind})"
-            f"{others} gave exactly zero for all samples of {latest.window_steps} measured steps: no gradient passes",
+            f"{others} gave exactly zero for all samples of {latest.window_steps} measured steps: no gradient passes"
+            f"{'; the network learns all the same' if sparse else ''}",
             cause=cause,
             remedy=remedy,
         )

@@ -1,4 +1,4 @@
-"""Rows of the log as JSON lines in the run's folder (metrics.jsonl). Touches that one file."""
+"""Rows of the log as JSON lines in the run's folder (metrics.jsonl, alerts.jsonl). Touches these files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from safe_trainer.findings import json_number
+from safe_trainer.findings import Finding, json_number
 from safe_trainer.loggers.sink import Trouble, as_row, drop_torn_line, now, replace_lines
 
 
@@ -18,10 +18,12 @@ class JsonLines:
     Values that are not finite are the words "NaN", "Infinity" and "-Infinity", since JSON has no such numbers; Python's
     ``float`` and JavaScript's ``Number`` read them. A text is a row ``{"step", "time", "name", "text"}``. Each row goes
     to the operating system at once, so a killed process loses none; `flush` also makes them outlive a power cut.
+    A finding that alerts is a row ``{"step", "time", "alert": {"fault": ...}}`` of a file of its own, alerts.jsonl.
     """
 
     def __init__(self, folder: Path, filename: str = "metrics.jsonl") -> None:
         self.path = Path(folder) / filename
+        self.alerts_path = Path(folder) / "alerts.jsonl"
         self.trouble = Trouble(f"the log {self.path}")
         self.file: TextIO | None = None
 
@@ -33,6 +35,16 @@ class JsonLines:
         """Append a text as a row of its own."""
         self._append({"step": int(step), "time": now(), "name": name, "text": text})
 
+    def alert(self, finding: Finding) -> None:
+        """Append a finding to alerts.jsonl; a run has few, if any, so the file is not kept open."""
+        row = {"step": int(finding.step or 0), "time": now(), "alert": finding.state_dict()}
+        if self.trouble.met:
+            return
+        with self.trouble.contained():
+            drop_torn_line(self.alerts_path)
+            with self.alerts_path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, allow_nan=False) + "\n")
+
     def flush(self) -> None:
         """Wait until the rows are on the disk itself."""
         if self.file is not None and not self.trouble.met:
@@ -43,8 +55,9 @@ class JsonLines:
         """Drop the rows of later steps, and a last row that was cut short by a kill."""
         self.close()
         with self.trouble.contained():
-            if self.path.exists():
-                replace_lines(self.path, _lines_until(self.path, step))
+            for path in (self.path, self.alerts_path):
+                if path.exists():
+                    replace_lines(path, _lines_until(path, step))
 
     def close(self) -> None:
         """Close the file; a later row opens it again."""

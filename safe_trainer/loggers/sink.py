@@ -19,6 +19,8 @@ RESERVED = ("step", "time", "name", "text")
 class Sink(Protocol):
     """A place that rows of the log go to, built as ``Target(folder=Path, **options)``.
 
+    A sink may have one more method, ``alert(finding)``, which is called with each safe_trainer.Finding that alerts.
+
     Nothing is opened before the first row, so that `truncate_after` can come first. A sink whose disk, file or server
     fails says so once through logging and is silent from then on: a log must not stop a training run.
     """

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safe_trainer.findings import Finding
 from safe_trainer.loggers.sink import Trouble
 
 if TYPE_CHECKING:
@@ -58,6 +59,10 @@ class TensorBoard:
         if not self.trouble.met:
             with self.trouble.contained():
                 self.writer.add_text(name, textwrap.indent(text, "    ", lambda line: True), step)
+
+    def alert(self, finding: Finding) -> None:
+        """Show a finding that alerts under the tab Text, as ``alerts``."""
+        self.text(finding.step or 0, "alerts", finding.paragraph())
 
     def flush(self) -> None:
         """Wait until the rows are in the file: TensorBoard writes them from a thread, which dies with the process."""

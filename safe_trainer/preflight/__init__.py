@@ -24,10 +24,11 @@ Check = Callable[[Program, Clock], CheckResult]
 
 def check_functions() -> dict[str, tuple[Check, float]]:
     """Each check by its id, with the share of the time left that it may take; the last ones have what others leave."""
-    from safe_trainer.preflight import gradcheck, init, learning_rate, modes, overfit, short_run, summary, wiring
+    from safe_trainer.preflight import data, gradcheck, init, learning_rate, modes, overfit, short_run, summary, wiring
 
     return {
         "summary": (summary.check, 0.1),
+        "data": (data.check, 0.3),
         "init": (init.check, 0.25),
         "wiring": (wiring.check, 0.25),
         "modes": (modes.check, 0.25),

@@ -44,8 +44,8 @@ def mixing(program: Program, call: ModuleCall, step: TracedStep) -> tuple[list[F
             where=where,
             source=source,
             evidence=f"exchanging the other {2 * (size // 4)} samples of a batch of {size} changes the answers to "
-            f"the {size - 2 * (size // 4)} that stayed, first in {where or 'the model'} (by {change:.2g} of their size), in "
-            "evaluation mode",
+            f"the {size - 2 * (size // 4)} that stayed, first in {where or 'the model'} (by {change:.2g} of their "
+            "size), in evaluation mode",
             cause="samples are mixed: a view or reshape where a permute was meant, a recurrent or attention layer "
             "that takes the batch for the sequence (batch_first), or a softmax, mean or norm over the batch axis",
             remedy="follow the shapes: the sample axis must stay where it is; use transpose or permute to swap axes, "

@@ -133,7 +133,7 @@ def _frozen_statistics(program: Program) -> Iterator[Finding]:
         "error",
         where=name,
         evidence=f"{type(module).__name__} {name}{more} has momentum 0: its running statistics never change",
-        cause="momentum is the weight of the new batch, not of the past: with 0 evaluation normalises by the statistics "
-        "of the start, 0 and 1, whatever the data are",
+        cause="momentum is the weight of the new batch, not of the past: with 0 evaluation normalises by the "
+        "statistics of the start, 0 and 1, whatever the data are",
         remedy="leave momentum at 0.1, or None for a plain average over all batches",
     )

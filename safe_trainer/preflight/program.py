@@ -137,14 +137,17 @@ class Program:
             with _program():
                 loss = self.train_step(self.model, self.loss_fn, self.optimizer, reading.clone(batch))
                 return float(value_of(loss, "train_step"))
-        loss_value = self.backward(batch)
+        self.optimizer.zero_grad(set_to_none=True)  # as training clears them, whatever that does
+        loss = self.loss(batch)
+        with _program():
+            loss.backward()
         if isinstance(self.config.clip_norm, (int, float)):
             torch.nn.utils.clip_grad_norm_(self.parameters(), float(self.config.clip_norm))
         if self.config.clip_value is not None:
             torch.nn.utils.clip_grad_value_(self.parameters(), self.config.clip_value)
         with _program():
             self.optimizer.step()
-        return loss_value
+        return float(loss.detach())
 
     def clear(self) -> None:
         """Drop all gradients."""
