@@ -132,9 +132,9 @@ class Frozen(TorchFunctionMode):
         if number in self._written or output is None:
             return output
         if _is_write(name) or kwargs.get("out") is not None:  # statistics, codebooks: what is written is the same
-            if isinstance(output, Tensor) and isinstance(kept, Tensor) and output.shape == kept.shape:
-                if not _is_inner(output):
-                    output.copy_(kept)
+            fits = isinstance(output, Tensor) and isinstance(kept, Tensor) and output.shape == kept.shape
+            if fits and not _is_inner(output):
+                output.copy_(kept)
             return output
         return _copied(kept)
 
@@ -185,7 +185,7 @@ def _outside() -> None:
 
 
 def _name_of(func: Any) -> str:
-    full_name = resolve_name(func) or getattr(func, "__name__", "")
+    full_name: str = resolve_name(func) or getattr(func, "__name__", "")
     name = full_name.rpartition(".")[2]
     if name == "__get__":
         return full_name.split(".")[-2]
@@ -240,7 +240,7 @@ def in_function() -> bool:
     return False
 
 
-# --- the copy ----------------------------------------------------------------------------------------------------------
+# --- the copy --------------------------------------------------------------------------------------------------------
 
 
 def double_copy(model: nn.Module) -> nn.Module:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from safe_trainer.findings import CheckResult, Finding
 from safe_trainer.preflight import own_functions
 from safe_trainer.preflight.clock import Clock
-from safe_trainer.preflight.float64 import Frozen, HiddenWrite, double, double_copy, floats, on_graph
+from safe_trainer.preflight.float64 import Frozen, HiddenWrite, OwnCall, double, double_copy, floats, on_graph
 from safe_trainer.preflight.outcome import ProgramFailed, Skip, finding, judged
 from safe_trainer.preflight.outer_calls import OuterCall, outer_calls
-from safe_trainer.preflight.own_functions import OwnCall, Verdict, judge, projected
+from safe_trainer.preflight.own_functions import Verdict, judge, projected
 from safe_trainer.preflight.program import Program
 from safe_trainer.preflight.slopes import Function, NotSmooth, Slope, jitter, slope
 from safe_trainer.preflight.state import state_back
@@ -135,14 +135,17 @@ def _applied(function: Function, value: Tensor, model: nn.Module) -> list[OwnCal
 
 
 def _verdicts(calls: list[OwnCall], clock: Clock) -> list[Verdict]:
-    """One for each function: the first application of it that is wrong, else its first."""
+    """One for each function: the first application of it that is wrong, else its first.
+
+    It is told at the function's very first application, whose input may need no gradient: the fault is the same.
+    """
     verdicts: dict[str, Verdict] = {}
     for call in calls:
         known = verdicts.get(call.name)
-        if clock.left() > 0 and (known is None or not known.is_wrong):
-            verdict = judge(call)
-            if known is None or verdict.is_wrong:
-                verdicts[call.name] = verdict
+        if known is None:
+            verdicts[call.name] = judge(call)
+        elif not known.is_wrong and clock.left() > 0:
+            verdicts[call.name] = replace(judge(call), call=known.call)
     return list(verdicts.values())
 
 
@@ -227,9 +230,9 @@ def _of_functions(wrong: list[Verdict], function: Function, clock: Clock, part: 
             "error",
             where=where,
             source=None if call.place is None else str(call.place),
-            evidence=f"{call.name}, in float64 and alone: along {len(verdict.slopes)} random directions of its argument "
-            f"{verdict.argument + 1} the backward pass misses the slope by {min(s.error for s in verdict.slopes):.0%} or "
-            f"more (difference {steepest.difference:.4g}, gradient {steepest.gradient:.4g}){parameters}",
+            evidence=f"{call.name}, in float64 and alone: along {len(verdict.slopes)} random directions of its tensor "
+            f"{verdict.argument + 1} the backward pass misses the slope by {min(s.error for s in verdict.slopes):.0%} "
+            f"or more (difference {steepest.difference:.4g}, gradient {steepest.gradient:.4g}){parameters}",
             cause="its backward does not fit its forward: a transposed matrix, a factor or a term left out, or the "
             "incoming gradient forgotten",
             remedy="derive the backward anew and test it with torch.autograd.gradcheck in float64, or let autograd "
@@ -289,7 +292,7 @@ def _meant(verdict: Verdict) -> Finding:
         "info",
         where=call.module or call.name,
         source=None if call.place is None else str(call.place),
-        evidence=f"the gradient of {call.name} is not the slope of its forward, on purpose as it seems: {verdict.meant}",
+        evidence=f"the gradient of {call.name} is not the slope of its forward, meant so as it seems: {verdict.meant}",
         cause="a straight-through, surrogate or reversed gradient",
         remedy="nothing to do if it is meant so",
     )

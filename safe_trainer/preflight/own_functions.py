@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -184,7 +184,7 @@ def _meant(call: OwnCall, number: int) -> str:
     if output is None:
         return "nothing comes back"
     values = output.detach()
-    if values.numel() >= 2 * FEW and values.unique().numel() * FEW <= values.numel():
+    if values.numel() >= 2 * FEW and len(set(values.flatten().tolist())) * FEW <= values.numel():
         return "its output takes few values: it is quantised"
     if output.shape != variable.shape:
         return ""
