@@ -286,16 +286,17 @@ def test_what_is_meant_so_is_no_alarm(preflight, kind):
 def convolutions():
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2),
-        nn.Conv2d(8, 8, 3, padding=1, groups=4), nn.GroupNorm(2, 8), nn.LeakyReLU(inplace=True), nn.Upsample(scale_factor=2),
+        nn.Conv2d(8, 8, 3, padding=1, groups=4), nn.GroupNorm(2, 8), nn.LeakyReLU(inplace=True),
+        nn.Upsample(scale_factor=2),
         nn.ConvTranspose2d(8, 4, 2), nn.InstanceNorm2d(4, affine=True), nn.GELU(), nn.Dropout2d(0.3),
         nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3),
     )  # fmt: skip
 
 
 def resnet():
-    from torchvision.models import resnet18
+    from torchvision.models.resnet import BasicBlock, ResNet
 
-    return resnet18(num_classes=3)
+    return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=3)
 
 
 def mobilenet():
