@@ -19,14 +19,19 @@ TOLERANCE = 1e-3
 """Of a result's own size. The batch keeps its size, and so sums their order: true mixing changes answers by tenths,
 rounding by millionths."""
 
+STATISTICS = frozenset({"var", "std", "var_mean", "std_mean", "batch_norm"})
+"""Calls of a normalisation by the batch written by hand: it mixes samples by design, and is told as info."""
 
-def mixing(program: Program, call: ModuleCall, step: TracedStep) -> tuple[list[Finding], str]:
+
+def mixing(program: Program, batch: Any, call: ModuleCall, step: TracedStep) -> tuple[list[Finding], str]:
     """What the exchange shows, in findings and in words. The model is in evaluation mode, and deterministic."""
-    size = _samples(program, call)
+    size = _samples(batch, call)
     if size is None:
         return [], "samples cannot be told apart in its input"
     if any(_uses_the_batch(module) for module in program.model.modules()):
         return [], "a normalisation without running statistics uses the batch by design"
+    if len(program.batches()) == 1 and _knows_the_samples(program.model, size):
+        return [], "the model holds something for each sample of the only batch, as the graph of its nodes"
     kept = slice(size // 4, size - size // 4)  # exchanged on either side: an influence may run one way only
     before = _run(program, call.args, call.kwargs)
     after = _run(program, _exchanged(call.args, size, kept), _exchanged(call.kwargs, size, kept))
@@ -37,10 +42,12 @@ def mixing(program: Program, call: ModuleCall, step: TracedStep) -> tuple[list[F
     change = _change(first, next(o for b, o in zip(before, after, strict=True) if b is first), size, kept)
     where = first.name or None
     source = next((made.source for made in step.calls if made.module == first.name and made.source), None)
+    own = [made for made in step.calls if made.module == first.name]
+    severity = "info" if any(made.name in STATISTICS for made in own) else "error"
     return [
         finding(
             "model.batch_mixing",
-            "error",
+            severity,
             where=where,
             source=source,
             evidence=f"exchanging the other {2 * (size // 4)} samples of a batch of {size} changes the answers to "
@@ -54,17 +61,25 @@ def mixing(program: Program, call: ModuleCall, step: TracedStep) -> tuple[list[F
     ], "samples influence each other"
 
 
-def _samples(program: Program, call: ModuleCall) -> int | None:
+def _samples(batch: Any, call: ModuleCall) -> int | None:
     """Samples of the batch, where inputs and output have them in front; None where that cannot be told."""
     given = [tensor for tensor in tensors((call.args, call.kwargs)) if tensor.dim()]
-    size = first_length(program.batch())
+    size = first_length(batch)
     if size is None or size < 4 or not given or any(len(tensor) != size for tensor in given):
         return None
-    target = [tensor for tensor in tensors(program.batch()) if tensor.dim()]
+    if any(size in tensor.shape[1:] for tensor in given):
+        return None
+    target = [tensor for tensor in tensors(batch) if tensor.dim()]
     if any(len(tensor) != size for tensor in target):
         return None
     outputs = [tensor for tensor in tensors(call.output) if tensor.dim()]
     return size if any(len(output) == size for output in outputs) else None
+
+
+def _knows_the_samples(model: nn.Module, size: int) -> bool:
+    """Whether a tensor that does not train has the samples among its axes."""
+    held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    return any(size in tensor.shape for tensor in [*held, *model.buffers()])
 
 
 def _uses_the_batch(module: nn.Module) -> bool:
