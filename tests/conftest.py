@@ -27,8 +27,9 @@ def same_start():
 
 @pytest.fixture(autouse=True)
 def no_preflight(request, monkeypatch):
-    """Tests of training train: what the preflight would find first is tested in tests/preflight, where it is on."""
-    if "preflight" not in request.node.path.parts:
+    """Tests of training train: what the preflight would find first is tested in tests/preflight and where a test is
+    marked so."""
+    if "preflight" not in request.node.path.parts and request.node.get_closest_marker("preflight") is None:
         monkeypatch.setitem(PreflightConfig.__init__.__kwdefaults__, "enabled", False)
 
 

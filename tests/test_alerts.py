@@ -48,7 +48,7 @@ def test_the_configuration_says_what_alerts():
     assert alerts.is_due(finding("training.overfitting", "warning"))
     assert not alerts.is_due(finding("activation.dead", "info"))
     with pytest.raises(ConfigError, match=r"alerts\.faults must be ids of faults"):
-        parse({"alerts.faults": ["activation.dead"]})
+        parse({"alerts.faults": ["activation.deadly"]})
     with pytest.raises(ConfigError, match=r"alerts\.severity must be one of info, warning, error"):
         parse({"alerts.severity": "bad"})
 

@@ -14,6 +14,7 @@ def problems_of(values):
     return caught.value.problems
 
 
+@pytest.mark.preflight
 def test_defaults_are_those_of_the_contract():
     config = parse({})
     assert (config.anomaly_detection, config.sample_rate) == (False, 100)

@@ -58,8 +58,8 @@ def test_three_mistakes_are_told_at_once_without_a_traceback(run, tmp_path):
         (["seed=${nope}"], "'nope' not found"),
         (["guard.nonfinte=skip"], "did you mean guard.nonfinite?"),
         (["device=cuda:77"], "device must be auto or one that is there"),
-        (["mode=preflight"], "come with a later version"),
-        (["mode=find_lr"], "comes with a later version"),
+        (["preflight.checks=[inits]"], "preflight.checks must be a list of summary, data, init"),
+        (["optimizer.lr=best"], "optimizer.lr must be a number"),
         (["mode=replay"], "needs path=RUN_FOLDER"),
         (["mode=evaluate", "path=nowhere"], "path must be the folder of a run"),
         (["resume=last"], "resume=last needs run_dir"),
@@ -230,15 +230,16 @@ def test_overrides_are_rewritten_so_that_the_schema_judges_them():
         cli.readable_overrides(["optimizer=nothing"], folders)
 
 
-def test_interrupting_ends_with_130_and_a_whole_folder(tmp_path):
-    """A real process and a real signal: Ctrl-C in the middle of training."""
-    command = [sys.executable, "-c", INTERRUPTED]
+@pytest.mark.parametrize("preflight", ["true", "false"])
+def test_interrupting_ends_with_130_and_a_whole_folder(preflight, tmp_path):
+    """A real process and a real signal: Ctrl-C in the middle of the checks or of training."""
+    command = [sys.executable, "-c", INTERRUPTED.replace("CHECKED", preflight)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
     assert "broken off" in done.stdout
-    assert (tmp_path / "here" / "config.yaml").exists()
+    assert preflight == "true" or (tmp_path / "here" / "config.yaml").exists()
 
 
 INTERRUPTED = """
@@ -252,7 +253,7 @@ def step(self, *args, _step=SGD.step, **kwargs):
         os.kill(os.getpid(), signal.SIGINT)
     return _step(self, *args, **kwargs)
 SGD.step = step
-sys.argv = ["safe_trainer", "run_dir=here", "scheduler=none"]
+sys.argv = ["safe_trainer", "run_dir=here", "scheduler=none", "preflight.enabled=CHECKED"]
 from safe_trainer.__main__ import main
 main()
 """
