@@ -45,8 +45,11 @@ def test_a_regression_of_the_wrong_sign(alarms):
     data = TensorDataset(inputs, inputs[:, :1] * 2 + 1)
     for sign, expected in ((-1, ["loss.wrong_sign"]), (1, [])):
         model = nn.Linear(8, 1)
-        found = alarms("overfit", model, lambda o, t, sign=sign: sign * (o * -t + 0.5 * o.square()).mean() if sign > 0 else
-                       (o * t).mean(), torch.optim.SGD(model.parameters(), lr=0.1), loader_of(data))  # fmt: skip
+
+        def loss(output, target, sign=sign):
+            return (0.5 * output.square() - output * target if sign > 0 else output * target).mean()
+
+        found = alarms("overfit", model, loss, torch.optim.SGD(model.parameters(), lr=0.1), loader_of(data))
         assert names(found) == expected
 
 
