@@ -383,10 +383,11 @@ _ENTRIES = (
     Fault(
         "activation.collapsed",
         "A layer gives the same output whatever comes in",
-        "no spread over samples behind a layer whose input has some",
+        "one number throughout and no gradient for what feeds it; or all samples alike while the loss stands",
         ("softmax over a dimension of length 1", "all units dead", "a bottleneck that lost its information"),
         ("softmax over the right dimension", "look at the first layer with no spread"),
-        "a classifier that has not begun to learn",
+        "a network that begins at nothing and has not begun to learn",
+        live=True,
     ),
     Fault(
         "forward.nonfinite",
@@ -456,18 +457,20 @@ _ENTRIES = (
     Fault(
         "training.not_decreasing",
         "The loss stays where it began",
-        "a slope test over the whole run that finds no fall",
+        "no falling trend, and steps that do no good to their own batch; without that proof an info",
         ("a learning rate far too low or too high", "labels that do not belong to the inputs", "a cut graph"),
         ("overfit one batch", "look at the other findings: this is a symptom"),
-        "a network that starts at its floor",
+        "a network that starts at its floor, noise in place of labels",
+        live=True,
     ),
     Fault(
         "training.oscillating",
         "The loss swings and gets nowhere",
-        "swings far beyond the run's own noise, for long",
+        "losses up and down in turn that no longer fall, and steps that throw up their own batch's loss",
         ("a learning rate that is too high", "tiny batches", "gradients that add up"),
         ("lower the rate", "larger batches"),
-        "the noise of small batches, and opposed networks",
+        "the noise of small batches, two batches in turn, opposed networks",
+        live=True,
     ),
     Fault(
         "training.diverging",
@@ -490,10 +493,11 @@ _ENTRIES = (
     Fault(
         "training.plateau",
         "The loss has stopped far above its floor",
-        "no fall for long, though one batch can be fitted far lower",
+        "no fall for half of the run, far above nothing; an info, as it may be the floor",
         ("a network that is too small", "a rate that fell too early"),
         ("a wider network", "another schedule"),
-        "convergence",
+        "convergence, noise in the labels",
+        live=True,
     ),
     Fault(
         "memory.graph_retained",

@@ -14,10 +14,12 @@ from typing import Any
 
 from safe_trainer.diagnosis import program
 from safe_trainer.diagnosis.clip_norm import exploding_gradients
+from safe_trainer.diagnosis.collapsed import collapsed
 from safe_trainer.diagnosis.dead import dead_units
 from safe_trainer.diagnosis.depth import growing_outputs, vanishing_gradients
 from safe_trainer.diagnosis.evidence import Evidence, Probe, Setting, largest_decay
 from safe_trainer.diagnosis.overfitting import overfitting
+from safe_trainer.diagnosis.progress import not_decreasing, oscillating, plateau
 from safe_trainer.diagnosis.rates import rate_too_high, rate_too_low, weights_decay_away
 from safe_trainer.diagnosis.saturated import saturated_from_the_start
 from safe_trainer.diagnosis.spikes import Spikes
@@ -59,8 +61,12 @@ RULES: tuple[Rule, ...] = (
     rate_too_low,
     weights_decay_away,
     overfitting,
+    collapsed,
+    oscillating,
+    not_decreasing,
+    plateau,
 )
-"""In the order in which they are asked."""
+"""In the order in which they are asked: causes first, then what is mostly a symptom."""
 
 
 class Diagnosis:

@@ -10,27 +10,28 @@ from safe_trainer.findings import Finding, Severity
 __all__ = ["EXPLAINS", "explained", "folded"]
 
 _UNSTABLE = frozenset({"training.diverging", "training.oscillating", "optimizer.lr_too_high", "activation.dead",
-                       "gradient.exploding", "activation.exploding"})  # fmt: skip
-_IDLE = frozenset({"optimizer.lr_too_low", "gradient.vanishing", "training.not_decreasing", "training.plateau"})
+                       "gradient.exploding", "activation.exploding", "activation.collapsed"})  # fmt: skip
+_STANDS = frozenset({"training.not_decreasing", "training.plateau"})
+_IDLE = _STANDS | {"optimizer.lr_too_low", "gradient.vanishing"}
 
 EXPLAINS: dict[str, frozenset[str]] = {
     # sums of old gradients are steps that are too large
-    "gradient.accumulating": _UNSTABLE | {"training.not_decreasing"},
+    "gradient.accumulating": _UNSTABLE | _STANDS,
     # so are gradients of a sum over the batch, and inputs far from the scale that weights are drawn for
-    "loss.reduction": _UNSTABLE | {"init.loss_off"},
-    "data.unnormalized": _UNSTABLE | {"init.loss_off", "activation.saturated", "init.dead"},
-    "data.mutated_inplace": _UNSTABLE | {"data.unnormalized"},
+    "loss.reduction": _UNSTABLE | _STANDS | {"init.loss_off"},
+    "data.unnormalized": _UNSTABLE | _STANDS | {"init.loss_off", "activation.saturated", "init.dead"},
+    "data.mutated_inplace": _UNSTABLE | _STANDS | {"data.unnormalized"},
     # steps that are too large throw units out and the loss up
-    "optimizer.lr_too_high": _UNSTABLE | {"training.not_decreasing"},
+    "optimizer.lr_too_high": _UNSTABLE | _STANDS,
     # a signal that grows with depth grows on the way back as well
-    "activation.exploding": frozenset({"gradient.exploding", "init.loss_off", "init.scale", "training.diverging"}),
-    "init.scale": frozenset(
-        {"activation.exploding", "activation.saturated", "gradient.exploding", "gradient.vanishing", "init.loss_off"}
-    ),
+    "activation.exploding": _STANDS
+    | {"gradient.exploding", "init.loss_off", "init.scale", "training.diverging", "training.oscillating"},
+    "init.scale": _STANDS
+    | {"activation.exploding", "activation.saturated", "gradient.exploding", "gradient.vanishing", "init.loss_off"},
     # units that are dead or flat let nothing through
-    "init.dead": frozenset({"activation.dead"}) | _IDLE,
-    "activation.dead": _IDLE,
-    "activation.saturated": _IDLE,
+    "init.dead": _IDLE | {"activation.dead", "activation.collapsed"},
+    "activation.dead": _IDLE | {"activation.collapsed"},
+    "activation.saturated": _IDLE | {"activation.collapsed"},
     # nothing moves what no optimizer holds, what gets no gradient, and what no step uses
     "optimizer.params_missing": _IDLE | {"gradient.missing"},
     "optimizer.step_missing": _IDLE | {"gradient.missing", "gradient.accumulating"},
@@ -38,24 +39,30 @@ EXPLAINS: dict[str, frozenset[str]] = {
     "optimizer.scheduler_misuse": _IDLE,
     "gradient.overclipped": _IDLE,
     "precision.underflow": _IDLE,
-    "precision.overflow": frozenset({"data.unnormalized"}) | _IDLE,
-    "optimizer.weight_decay": _IDLE,
-    # a step into a steep place throws the loss up
-    "gradient.exploding": frozenset({"training.diverging", "training.oscillating"}),
-    "gradient.vanishing": frozenset({"optimizer.lr_too_low", "training.not_decreasing", "training.plateau"}),
+    "precision.overflow": _IDLE | {"data.unnormalized"},
+    "optimizer.weight_decay": _IDLE | {"activation.collapsed"},
+    "optimizer.lr_too_low": _STANDS,
     # a gradient that is not the slope leads anywhere; so does the slope of a wrong loss
     "gradient.incorrect": _UNSTABLE | _IDLE,
     "loss.wrong_sign": _UNSTABLE | _IDLE,
     "loss.broadcast": _IDLE,
     "loss.double_softmax": _IDLE,
     "model.unregistered_submodule": _IDLE | {"optimizer.params_missing"},
+    # a step into a steep place throws the loss up
+    "gradient.exploding": _STANDS | {"training.diverging", "training.oscillating"},
+    "gradient.vanishing": _STANDS | {"optimizer.lr_too_low", "activation.collapsed"},
+    "training.diverging": _STANDS | {"training.oscillating"},
+    "training.oscillating": _STANDS,
+    # what tells samples apart is lost: whatever learns behind it, or in front of it, does not
+    "activation.collapsed": _IDLE,
     # figures of an evaluation that is wrong say nothing about the network
     "model.eval_missing": frozenset({"training.overfitting"}),
     "model.norm_stats": frozenset({"training.overfitting"}),
     "model.batch_mixing": frozenset({"training.overfitting"}) | _IDLE,
     "model.stuck_in_eval": _IDLE | {"activation.dead"},
+    "model.too_small": _STANDS,
     "data.label_misaligned": frozenset({"training.overfitting"}) | _IDLE,
-    "data.constant_input": frozenset({"activation.dead", "activation.collapsed"}) | _IDLE,
+    "data.constant_input": _IDLE | {"activation.dead", "activation.collapsed"},
 }
 """For each cause, the faults that follow from it. What the fuse has caught stands for itself: its line is a place to
 mend, whatever the cause."""

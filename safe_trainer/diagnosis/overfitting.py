@@ -21,6 +21,8 @@ ABOVE = 1.5
 """Ratio of the later validation losses to the best; in healthy runs single evaluations reach it, never all of them."""
 FALLEN = 0.5
 """Training loss over that at the best evaluation."""
+NEAR = 20
+"""Steps whose median is the training loss there."""
 
 
 def overfitting(evidence: Evidence) -> list[Finding]:
@@ -38,7 +40,9 @@ def overfitting(evidence: Evidence) -> list[Finding]:
         or median_high(half) <= median_high(later[: len(later) // 2])
     ):
         return []
-    then, now = _training_loss(evidence, rows[best]["step"]), _training_loss(evidence, rows[-1]["step"])
+    # After the best evaluation, not before: the first epoch's losses are mostly those of an untrained network.
+    then = _training_loss(evidence, rows[best]["step"], rows[best]["step"] + NEAR)
+    now = _training_loss(evidence, rows[-1]["step"] - NEAR, rows[-1]["step"])
     if then is None or now is None or now > FALLEN * then:
         return []
     return [
@@ -56,8 +60,8 @@ def overfitting(evidence: Evidence) -> list[Finding]:
     ]
 
 
-def _training_loss(evidence: Evidence, step: float) -> float | None:
-    """Median training loss of the twenty steps up to this one."""
+def _training_loss(evidence: Evidence, after: float, until: float) -> float | None:
+    """Median training loss of the steps behind `after`, up to `until`."""
     steps, losses = evidence.columns.get("step", ()), evidence.columns.get("loss", ())
-    near = [loss for k, loss in zip(steps, losses, strict=False) if step - 20 < k <= step and math.isfinite(loss)]
+    near = [loss for k, loss in zip(steps, losses, strict=False) if after < k <= until and math.isfinite(loss)]
     return median_high(near) if near else None

@@ -153,6 +153,15 @@ def test_overfitting_takes_both_curves():
     assert overfitting(curves(turned[:6], falling)) == []  # too early to say
 
 
+def test_the_losses_of_an_untrained_network_are_no_measure_of_overfitting():
+    """The first epoch is the best one: its losses are those of a network that knew nothing yet, and fall within it."""
+    turned = [0.5, 0.6, 0.7, 0.75, 0.8, 0.8, 0.85, 0.85, 0.9, 0.9, 0.9, 0.95, 0.95, 1.0, 1.0, 1.0]
+    known_by_then = [1.4] * 20 + [0.3] * 150 + [0.2] * 150
+    assert overfitting(curves(turned, known_by_then)) == []
+    learnt_later = [1.4] * 20 + [0.5] * 150 + [0.1] * 150
+    assert [found.fault for found in overfitting(curves(turned, learnt_later))] == ["training.overfitting"]
+
+
 def test_a_rate_is_not_blamed_for_first_steps_that_it_recovers_from():
     worse = [Probe(step=1, before=2.3, after=56.0), Probe(step=10, before=12.0, after=3.0)]
     lost = Evidence(columns={"loss": [2.3] * 5 + [300.0] * 145, "step": list(range(150))}, probes=worse)
