@@ -1,181 +1,219 @@
-"""Labels: out of range, rounded away, rare, masked out of the loss, or nothing to do with the inputs they stand by."""
+"""Targets that do not fit their loss: out of range, of the wrong kind, or left out of it. Reads tables and losses."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from safe_trainer.findings import Finding
-from safe_trainer.preflight.clock import Clock
+from safe_trainer.preflight.data_loss import BINARY, CLASSES, REGRESSION, LossCall, out_of_range
+from safe_trainer.preflight.data_samples import Table
 from safe_trainer.preflight.outcome import finding
-from safe_trainer.preflight.program import Program
-from safe_trainer.preflight.samples import Samples
 
-REGRESSIONS = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
-RARE = 20.0
-"""Times as many samples in the largest class as in the smallest: twice the customary 10:1, which many programs bear."""
-SHARE = 0.04
-"""Share of the smallest class, at most: a batch of 64 then holds two or three of it."""
-ENOUGH = 200
-"""Samples from which shares of classes mean something."""
-SIGMAS = 4.0
-"""Standard deviations above chance at which a relation is proven: once in 30,000 by accident."""
+ROUNDING = 1e-3
+"""How far probabilities may lie outside 0..1, or their sums from 1: half precision is no better."""
+ALL_BUT_CONSTANT = 0.98
+"""Share of one whole number from which a regression has lost its target; counts of rare events stay below."""
+FEWEST = 20
+"""Samples below which a target may be constant by accident."""
 
 
-def rounded_targets(program: Program, train: Samples, held_out: Samples, clock: Clock) -> Iterator[Finding]:
-    """Targets of a regression that a cast to whole numbers has made one and the same."""
-    targets = train.targets
-    if targets is None or targets.is_floating_point() or len(targets) < 16 or len(targets.unique()) != 1:
-        return
-    yield finding(
-        "loss.wrong_target_dtype",
-        "error",
-        evidence=f"all {targets.numel()} targets read are {int(targets.flatten()[0])}, of type {targets.dtype}",
-        cause="the targets were cast to whole numbers: what lies between 0 and 1 becomes 0",
-        remedy="keep the targets of a regression as float32, from the file to the loss",
+def label_range(calls: list[LossCall], tables: dict[str, Table]) -> list[Finding]:
+    """Labels that the loss is not defined for, in the recorded calls and in all samples read; one finding a field."""
+    found: dict[str, Finding] = {}
+    for call in calls:
+        for split, place, values in _targets(call, tables):
+            if place in found:
+                continue
+            if call.of_classes:
+                found.update(_classes_out_of_range(call, split, place, values))
+            elif call.name in BINARY:
+                found.update(_shares_out_of_range(call, split, place, values))
+    return list(found.values())
+
+
+def _targets(call: LossCall, tables: dict[str, Table]) -> list[tuple[str, str, Tensor]]:
+    """Split, field and values of a loss's targets: of all samples read where their field is known."""
+    wholes = {split: table.whole(call.field) if call.field else None for split, table in tables.items()}
+    known = [(split, str(call.field), whole) for split, whole in wholes.items() if whole is not None and whole.numel()]
+    return known or [("training", call.field or "target", call.target.cpu())]
+
+
+def _classes_out_of_range(call: LossCall, split: str, place: str, values: Tensor) -> dict[str, Finding]:
+    bad = out_of_range(values.long(), call.outputs, call.ignored)
+    if not bool(bad.any()):
+        return {}
+    kept = values[values != call.ignored]
+    low, high = int(kept.min()), int(kept.max())
+    from_one = low == 1 and high == call.outputs
+    evidence = (
+        f"labels in {place} go from {low} to {high}, and the model has {call.outputs} outputs (0 to {call.outputs - 1}): "
+        f"{int(bad.sum()):,} of {values.numel():,} {split} labels lie outside, such as {int(values[bad][0])}"
     )
-
-
-def label_range(program: Program, train: Samples, held_out: Samples, clock: Clock) -> Iterator[Finding]:
-    """Class labels that the model has no output for."""
-    targets, loss = train.targets, program.loss_fn
-    if targets is None or targets.is_floating_point() or not isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
-        return
-    prediction = program.forward(program.batch(2)).get("prediction") if program.has_forward else None
-    if not isinstance(prediction, Tensor) or prediction.dim() < 2:
-        return
-    used = targets[targets != loss.ignore_index]
-    wrong = used[(used < 0) | (used >= prediction.shape[1])]
-    if len(wrong):
-        yield finding(
-            "data.label_range",
-            "error",
-            evidence=f"{len(wrong)} labels are outside 0 to {prediction.shape[1] - 1}: "
-            f"{sorted(wrong.unique().tolist())[:5]}",
-            cause="labels are counted from 1, hold a fill value, or the model has too few outputs",
-            remedy="count labels from 0, give the loss ignore_index, or give the last layer one output for each class",
-        )
-
-
-def imbalance(program: Program, train: Samples, held_out: Samples, clock: Clock) -> Iterator[Finding]:
-    """A class so rare, in the batches as they come, that a network does well never to name it."""
-    classes = train.classes
-    if classes is None or len(classes) < ENOUGH or _is_weighted(program.loss_fn):
-        return
-    values, counts = classes.unique(return_counts=True)
-    least, most = int(counts.min()), int(counts.max())
-    if len(values) > 20 or most < RARE * least or least / len(classes) > SHARE:
-        return
-    yield finding(
-        "data.imbalance",
-        "warning",
-        evidence=f"class {int(values[counts.argmin()])} has {least} of the {len(classes)} samples read, class "
-        f"{int(values[counts.argmax()])} has {most}: {most / least:.0f} to 1",
-        cause="a network that never names the rare class is right nearly always, so accuracy and loss look good",
-        remedy="draw the classes equally often (WeightedRandomSampler), weight the loss (weight, pos_weight), and "
-        "watch recall or F1 of the rare class instead of accuracy",
+    cause = (
+        "the classes are counted from 1" if from_one else "more classes in the data than outputs, or a code for none"
     )
+    remedy = (
+        "subtract 1 from the labels" if from_one else "give the model one output a class, and ignore_index to others"
+    )
+    return {place: finding("data.label_range", "error", where=place, evidence=evidence, cause=cause, remedy=remedy)}
 
 
-def _is_weighted(loss: object) -> bool:
-    return any(getattr(loss, name, None) is not None for name in ("weight", "pos_weight", "alpha", "gamma"))
-
-
-def label_masked(program: Program, train: Samples, held_out: Samples, clock: Clock) -> Iterator[Finding]:
-    """One class of several that the loss is told to ignore."""
-    classes, ignored = train.classes, getattr(program.loss_fn, "ignore_index", None)
-    if classes is None or not isinstance(ignored, int) or ignored < 0 or len(classes) < 16:
-        return
-    share = float((classes == ignored).float().mean())
-    if share > 0.01:
-        yield finding(
-            "data.label_masked",
-            "warning",
-            where="loss_fn",
-            evidence=f"ignore_index is {ignored}, and {share:.0%} of the {len(classes)} samples read are of class "
-            f"{ignored}",
-            cause="these samples are left out of the loss: the class is never learned",
-            remedy="use an ignore_index that no class has, such as -100, the default",
+def _shares_out_of_range(call: LossCall, split: str, place: str, values: Tensor) -> dict[str, Finding]:
+    numbers = values.double()
+    bad = (numbers < -ROUNDING) | (numbers > 1 + ROUNDING)
+    if not bool(bad.any()):
+        return {}
+    low, high = float(numbers.min()), float(numbers.max())
+    evidence = (
+        f"{call.name} takes targets from 0 to 1, and those in {place} go from {low:.4g} to {high:.4g}: "
+        f"{int(bad.sum()):,} of {values.numel():,} {split} values lie outside"
+    )
+    cause = "masks read from pictures hold 0 and 255" if high == 255 else "labels of another loss: -1 and 1, or classes"
+    remedy = "divide the mask by 255" if high == 255 else "bring the targets to 0..1, or take cross_entropy for classes"
+    symptoms = ("training.diverging", "loss.wrong_sign", "init.loss_off")
+    return {
+        place: finding(
+            "data.label_range", "error", where=place, evidence=evidence, cause=cause, remedy=remedy, symptoms=symptoms
         )
+    }
 
 
-def misaligned(program: Program, train: Samples, held_out: Samples, clock: Clock) -> Iterator[Finding]:
-    """Labels that belong to the neighbouring sample, or to none: simple models find nothing, and elsewhere they do."""
-    inputs, classes = train.inputs, train.classes
-    if inputs is None or classes is None or not inputs.is_floating_point() or len(classes) < ENOUGH:
-        return
-    if float(classes.unique(return_counts=True)[1].max()) > 0.7 * len(classes):
-        return  # little room above the largest class's share
-    if inputs.flatten(1).shape[1] > 20_000 or clock.left() < clock.seconds / 5:
-        return
-    own = _above_chance(inputs, classes)
-    if own > SIGMAS / 2:
-        return
-    ordered = _in_order(program, train)
-    if ordered is not None:
-        for shift in (1, -1):
-            if _above_chance(ordered[0], ordered[1].roll(shift)) > 2 * SIGMAS:
-                yield _misaligned(
-                    f"a simple model does no better than chance on {len(classes)} samples ({own:.1f} standard "
-                    f"deviations), but does when labels are shifted by {shift}", "the labels have slipped by one "
-                    "against the inputs",
-                )  # fmt: skip
-                return
-    if held_out.inputs is None or held_out.classes is None or len(held_out.classes) < 60:
-        return
-    other = _above_chance(held_out.inputs, held_out.classes)
-    if other > 2 * SIGMAS:
-        yield _misaligned(
-            f"simple models find no relation between inputs and labels in {len(classes)} training samples ({own:.1f} "
-            f"standard deviations above chance), and do in the {len(held_out.classes)} validation samples "
-            f"({other:.0f})",
-            "inputs and labels of the training data were put in order separately, so they do not belong together",
-        )
+# --- the kind of the targets --------------------------------------------------------------------------------------------
 
 
-def _misaligned(evidence: str, cause: str) -> Finding:
-    return finding(
-        "data.label_misaligned", "error", evidence=evidence, cause=cause,
-        remedy="shuffle and split inputs and labels by one and the same index, and look at some samples with their "
-        "labels",
-    )  # fmt: skip
+def wrong_dtype(calls: list[LossCall], tables: dict[str, Table]) -> list[Finding]:
+    """Targets that a cast has emptied, or that are no classes where the loss wants classes; the first one."""
+    for call in calls:
+        found = _lost_fractions(call, tables) if call.name in REGRESSION else _not_classes(call)
+        if found:
+            return [found]
+    return []
 
 
-def _in_order(program: Program, train: Samples) -> tuple[Tensor, Tensor] | None:
-    """Inputs and classes in the order of the data set, where it can be indexed."""
-    dataset = getattr(program.train_loader, "dataset", None)
-    tensors = getattr(dataset, "tensors", None)
-    if isinstance(tensors, tuple) and len(tensors) == 2 and tensors[1].dim() == 1 and len(tensors[0]) <= 20_000:
-        return tensors[0].float(), tensors[1].long()
+def _lost_fractions(call: LossCall, tables: dict[str, Table]) -> Finding | None:
+    """A regression whose targets are whole: all the same, or with fractions in the held-out data."""
+    cut = _cut_in_the_program(call, tables["training"])
+    if cut is not None:
+        return cut
+    values = tables["training"].whole(call.field) if call.field else None
+    if values is None or values.is_floating_point() or values.dtype is torch.bool or len(values) < FEWEST:
+        return None
+    kinds, counts = torch.unique(values, return_counts=True)
+    share = float(counts.max()) / values.numel()
+    held_out = tables["validation"].whole(str(call.field))
+    fractions = held_out is not None and _has_fractions(held_out)
+    if share < ALL_BUT_CONSTANT and not fractions:
+        return None
+    common = int(kinds[counts.argmax()])
+    evidence = (
+        f"{call.field} is {values.dtype} with {len(kinds)} different values, {100 * share:.1f} % of them {common}, in "
+        f"{len(values):,} samples, and goes into {call.name}"
+        + ("; the held-out targets have fractions" if fractions else "")
+    )
+    return _wrong(str(call.field), evidence, "a cast to whole numbers (LongTensor, .long(), astype(int)) cut them off")
+
+
+def _cut_in_the_program(call: LossCall, table: Table) -> Finding | None:
+    """The loss gets whole numbers, and the batch holds the same ones with fractions."""
+    if call.field is not None or _has_fractions(call.target):
+        return None
+    for name, pieces in table.pieces.items():
+        if name not in table.targets or pieces[0].numel() != call.target.numel() or not _has_fractions(pieces[0]):
+            continue
+        given = pieces[0].reshape(-1).double()
+        target = call.target.cpu().reshape(-1).double()
+        if any(torch.equal(whole, target) for whole in (given.trunc(), given.round(), given.floor())):
+            evidence = (
+                f"{name} holds fractions, and {call.name} gets them cut down to {len(target.unique())} whole numbers"
+            )
+            return _wrong(name, evidence, "a cast to whole numbers between the batch and the loss")
     return None
 
 
-def _above_chance(inputs: Tensor, classes: Tensor) -> float:
-    """By how many standard deviations the better of two simple models beats the largest class, on held-out halves.
+def _has_fractions(values: Tensor) -> bool:
+    return values.is_floating_point() and bool((values != values.round()).any())
 
-    Nearest neighbours and a linear model: one of them sees something in nearly all data that can be learned at all from
-    a few hundred samples.
-    """
-    from sklearn.linear_model import RidgeClassifier
-    from sklearn.neighbors import KNeighborsClassifier
-    from sklearn.preprocessing import StandardScaler
 
-    generator = torch.Generator().manual_seed(0)
-    order = torch.randperm(len(classes), generator=generator)[:2000]
-    values = StandardScaler().fit_transform(inputs[order].flatten(1).float().nan_to_num().numpy())
-    labels = classes[order].numpy()
-    half = len(labels) // 2
-    best = -math.inf
-    for model in (KNeighborsClassifier(5), RidgeClassifier(alpha=10.0)):
-        right = total = 0
-        for fitted, judged in ((slice(0, half), slice(half, None)), (slice(half, None), slice(0, half))):
-            model.fit(values[fitted], labels[fitted])
-            right += int((model.predict(values[judged]) == labels[judged]).sum())
-            total += len(labels[judged])
-        chance = max((labels == value).mean() for value in set(labels.tolist()))
-        deviation = math.sqrt(chance * (1 - chance) * total) or 1.0
-        best = max(best, (right - chance * total) / deviation)
-    return best
+def _not_classes(call: LossCall) -> Finding | None:
+    """Cross-entropy over floats that are neither classes nor probabilities."""
+    if call.name not in CLASSES or call.outputs < 2:
+        return None
+    target = call.target
+    if not target.is_floating_point():
+        if target.dtype in (torch.int64, torch.uint8):
+            return None
+        evidence = f"{call.name} wants classes as torch.int64 (torch.long), and gets {target.dtype}"
+        return _wrong(call.field or "target", evidence, "labels of another whole-number type", "labels.long()")
+    if target.shape != call.prediction.shape:
+        evidence = f"{call.name} gets {target.dtype} of shape {tuple(target.shape)} for {call.outputs} classes"
+        return _wrong(call.field or "target", evidence, "class numbers stored as floats", "labels.long()")
+    if bool((target < -ROUNDING).any()) or bool((target > 1 + ROUNDING).any()):
+        low, high = float(target.min()), float(target.max())
+        evidence = f"{call.name} takes float targets as probabilities, and gets {low:.4g} to {high:.4g}"
+        return _wrong(call.field or "target", evidence, "scores, logits or class numbers in place of probabilities")
+    return None
+
+
+def _wrong(place: str, evidence: str, cause: str, remedy: str = "") -> Finding:
+    remedy = remedy or "keep floats for a regression, torch.long for class indices, probabilities for soft labels"
+    return finding("loss.wrong_target_dtype", "error", where=place, evidence=evidence, cause=cause, remedy=remedy)
+
+
+# --- targets that the loss leaves out -----------------------------------------------------------------------------------
+
+INSIDE = 0.2
+"""Share of sequences with the ignored label between two others from which it is no padding."""
+
+
+def label_masked(calls: list[LossCall], table: Table) -> list[Finding]:
+    """An ignore_index that is a class of the data."""
+    for call in calls:
+        if not call.of_classes or not 0 <= call.ignored < call.outputs:
+            continue
+        whole = table.whole(call.field) if call.field else None
+        values = call.target.cpu() if whole is None else whole
+        out = values == call.ignored
+        reason = _is_real(values, out)
+        if reason:
+            return [_masked(call, values, out, reason)]
+    return []
+
+
+def _is_real(values: Tensor, out: Tensor) -> str:
+    """Why the ignored label is a class and no padding; empty if it may be padding."""
+    if values.numel() < FEWEST or not bool(out.any()):
+        return ""
+    left = values[~out].unique()
+    if len(left) == 1:
+        return f"the loss sees class {int(left[0])} alone"
+    if values.numel() == len(values):
+        rare = 0.3 / max(1, len(left) + 1)  # a class as any other has about 1 / classes
+        return "each sample has one label, so it is no padding" if float(out.float().mean()) > rare else ""
+    if values.dim() != 2 or values.shape[1] < 4:
+        return ""
+    inside = _inside(out).any(1).float().mean()
+    return f"it stands between other labels in {100 * float(inside):.0f} % of the sequences" if inside > INSIDE else ""
+
+
+def _inside(out: Tensor) -> Tensor:
+    """Places that are ignored and have a label before and behind them."""
+    kept = (~out).long()
+    before, behind = kept.cumsum(1) > 0, kept.flip(1).cumsum(1).flip(1) > 0
+    return out & before & behind
+
+
+def _masked(call: LossCall, values: Tensor, out: Tensor, reason: str) -> Finding:
+    evidence = (
+        f"ignore_index={call.ignored} takes {int(out.sum()):,} of {values.numel():,} labels "
+        f"({100 * float(out.float().mean()):.1f} %) out of {call.name}, and {call.ignored} is one of the "
+        f"{call.outputs} classes: {reason}"
+    )
+    return finding(
+        "data.label_masked",
+        "warning",
+        where=call.field,
+        evidence=evidence,
+        cause="ignore_index, or the id of the padding, is also a class",
+        remedy="give padding an id of its own, such as -100, and let the loss count all classes",
+    )

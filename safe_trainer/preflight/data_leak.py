@@ -1,127 +1,117 @@
-"""Answers that should not be there: validation samples in the training data, the label among the inputs, the future."""
+"""Inputs that hold the answer as a column. Reads tables only."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from safe_trainer.findings import Finding
-from safe_trainer.preflight.clock import Clock
-from safe_trainer.preflight.outcome import ProgramFailed, finding
-from safe_trainer.preflight.program import Program
-from safe_trainer.preflight.samples import Samples
-from safe_trainer.preflight.traced import ModuleCall, module_calls
+from safe_trainer.preflight.data_loss import Labels
+from safe_trainer.preflight.data_samples import Table
+from safe_trainer.preflight.outcome import finding
 
-OVERLAP = 0.05
-"""Share of validation samples that also stand in the training data: twins in real data are a per cent or two."""
-LEAST = 5
+COLUMNS = 5
+"""Columns from which one that solves the task alone is suspicious; with fewer, features are chosen for that."""
+FEWEST = 50
+"""Samples below which a column may fit by chance."""
+OTHERS = 0.9
+"""Accuracy of the next best column from which the task is easy and no column leaks; also a correlation."""
+EXACT = 1e-5
+"""How far a copy may be from the target, over its deviation: rounding of float32."""
 
 
-def split_overlap(program: Program, train: Samples, held_out: Samples, clock: Clock) -> Iterator[Finding]:
-    """Validation samples, inputs and labels, that were trained on. Inputs with few possible values are left alone."""
-    if train.inputs is None or held_out.inputs is None or train.inputs.shape[1:] != held_out.inputs.shape[1:]:
-        return
-    known = set(_keys(train))
-    keys = _keys(held_out)
-    share = sum(key in known for key in keys) / len(keys)
-    twins = 1 - len(set(keys)) / len(keys)
-    own_twins = 1 - len(known) / len(train.inputs)
-    if share * len(keys) < LEAST or share < OVERLAP or max(twins, own_twins) > share / 2:
-        return
-    yield finding(
-        "data.split_overlap",
-        "error",
-        evidence=f"{share:.0%} of the {len(keys)} validation samples read are in the training data too, to the bit",
-        cause="the validation data were drawn from all data, or the data hold copies that fell on both sides",
-        remedy="remove copies first, then split once, and keep the indices of the two parts apart",
+def column(table: Table, labels: Labels | None, quantity: tuple[str, Tensor] | None) -> list[Finding]:
+    """A column of a table that is the target under another name."""
+    values = table.only_input()
+    if values is None or values.dim() != 2 or not values.is_floating_point() or values.shape[1] < COLUMNS:
+        return []
+    if len(values) < FEWEST or not bool(torch.isfinite(values).all()):
+        return []
+    if labels is not None and len(labels.values) == len(values):
+        return _of_classes(values, labels)
+    if quantity is not None and len(quantity[1]) == len(values):
+        return _of_quantity(values.double(), quantity[0], quantity[1].double())
+    return []
+
+
+def _of_classes(values: Tensor, labels: Labels) -> list[Finding]:
+    kinds = labels.values.unique()
+    if not 2 <= len(kinds) <= 100 or len(values) < 5 * len(kinds):
+        return []
+    perfect = [number for number in range(values.shape[1]) if _splits(values[:, number], labels.values, len(kinds))]
+    if len(perfect) != 1:
+        return []
+    rest = [number for number in range(values.shape[1]) if number != perfect[0]]
+    best = max(_accuracy(values[:, number], labels.values, kinds) for number in rest)
+    continuous = sum(len(values[:, number].unique()) > 10 for number in rest)
+    if best > OTHERS or (len(kinds) == 2 and 2 * continuous < len(rest)):
+        return []
+    copied = len(values[:, perfect[0]].unique()) == len(kinds)
+    how = f"has one value for each of the {len(kinds)} classes" if copied else "tells the classes apart by wide gaps"
+    evidence = (
+        f"column {perfect[0]} {how} in all {len(values):,} samples read; the best other column is right in "
+        f"{100 * best:.0f} %"
     )
+    return [_found(table_name(perfect[0]), evidence, "error" if copied else "warning")]
 
 
-def _keys(samples: Samples) -> list[bytes]:
-    assert samples.inputs is not None
-    assert samples.targets is not None
-    inputs = samples.inputs.flatten(1).contiguous().numpy()
-    targets = samples.targets.flatten(1) if samples.targets.dim() > 1 else samples.targets.unsqueeze(1)
-    labels = targets.contiguous().numpy()
-    return [row.tobytes() + label.tobytes() for row, label in zip(inputs, labels, strict=True)]
+def table_name(number: int) -> str:
+    """How a column of the input is called in findings."""
+    return f"input column {number}"
 
 
-def label_among_inputs(program: Program, train: Samples, held_out: Samples, clock: Clock) -> Iterator[Finding]:
-    """A column of a table that is the target itself, or a straight line through it."""
-    inputs, targets = train.inputs, train.targets
-    if inputs is None or targets is None or inputs.dim() != 2 or not inputs.is_floating_point() or len(inputs) < 50:
-        return
-    if targets.numel() != len(targets) or inputs.shape[1] < 2:
-        return
-    goal = targets.flatten().double()
-    goal = goal - goal.mean()
-    columns = inputs.double() - inputs.double().mean(0)
-    size = columns.square().sum(0) * goal.square().sum()
-    relation = (columns * goal.unsqueeze(1)).sum(0).square() / torch.where(size > 0, size, torch.ones_like(size))
-    if float(relation.max()) > 1 - 1e-9:
-        column = int(relation.argmax())
-        yield finding(
-            "data.target_leak",
-            "error",
-            evidence=f"column {column} of the {inputs.shape[1]} inputs is the target, up to scale and offset, in all "
-            f"{len(inputs)} samples read",
-            cause="the label was left in the table, or something that is only known with it",
-            remedy=f"take column {column} out of the inputs, and look for others that come after the event to be "
-            "foretold",
-        )
+def _splits(values: Tensor, labels: Tensor, count: int) -> bool:
+    """Whether each class has a range of the column to itself, with gaps wider than the ranges."""
+    order = values.argsort(stable=True)
+    column, classes = values[order], labels[order]
+    borders = (classes[1:] != classes[:-1]).nonzero().reshape(-1)
+    if len(borders) != count - 1:
+        return False
+    gaps = column[borders + 1] - column[borders]
+    starts = torch.cat([torch.zeros(1, dtype=torch.long), borders + 1])
+    ends = torch.cat([borders, torch.tensor([len(column) - 1])])
+    return bool(gaps.min() > 0) and bool(gaps.min() > (column[ends] - column[starts]).max())
 
 
-def future_seen(program: Program, train: Samples, held_out: Samples, clock: Clock) -> Iterator[Finding]:
-    """A model that is to foretell the next token, and looks at it: later inputs change earlier outputs."""
-    if not train.pairs or not program.has_forward:
-        return
-    inputs, targets = train.pairs[0]
-    if inputs.dim() != 2 or targets.shape != inputs.shape or inputs.shape[1] < 4 or inputs.is_floating_point():
-        return
-    if not torch.equal(inputs[:, 1:], targets[:, :-1]):
-        return
-    middle = inputs.shape[1] // 2
-    other = inputs.clone()
-    other[:, middle + 1 :] = inputs[:, middle + 1 :].flip(0).roll(1, 1)
-    program.model.eval()
-    try:
-        with torch.no_grad():
-            before, after = (_modules(program, program.on_device((x, targets))) for x in (inputs, other))
-    except ProgramFailed:
-        return
-    if len(before) != len(after) or _moved(before[-1], after[-1], inputs.shape[1], middle) < 1e-4:
-        return
-    where = next(
-        (b.name for b, a in zip(before, after, strict=True) if _moved(b, a, inputs.shape[1], middle) > 1e-4), None
+def _accuracy(values: Tensor, labels: Tensor, kinds: Tensor) -> float:
+    """Of the nearest class mean, and of the best majority in twenty slices of equal size."""
+    means = torch.stack([values[labels == kind].mean() for kind in kinds])
+    nearest = kinds[(values[:, None] - means).abs().argmin(1)]
+    slices = labels[values.argsort(stable=True)].split(max(5, len(values) // 20))
+    majority = sum(int((part == part.mode().values).sum()) for part in slices) / len(values)
+    return max(float((nearest == labels).double().mean()), majority)
+
+
+def _of_quantity(values: Tensor, name: str, target: Tensor) -> list[Finding]:
+    deviation = target.std()
+    if float(deviation) == 0 or len(target.unique()) < COLUMNS:
+        return []
+    centred = (values - values.mean(0)) / values.std(0).clamp_min(1e-30)
+    correlations = (centred * ((target - target.mean()) / deviation)[:, None]).mean(0).abs()
+    best = int(correlations.argmax())
+    others = torch.cat([correlations[:best], correlations[best + 1 :]])
+    if float(correlations[best]) < 0.99 or float(others.max()) > OTHERS:
+        return []
+    same = bool(((values[:, best] - target).abs() <= EXACT * deviation).all())
+    residual = (centred[:, best] * centred[:, best].mul((target - target.mean()) / deviation).mean().sign()) - (
+        target - target.mean()
+    ) / deviation
+    if not same and float(residual.abs().max()) > 100 * EXACT:
+        return []
+    what = "equals" if same else "is a straight line of"
+    evidence = (
+        f"column {best} {what} {name} in all {len(values):,} samples read; the best other column correlates "
+        f"{float(others.max()):.2f}"
     )
-    yield finding(
+    return [_found(table_name(best), evidence, "error" if same else "warning")]
+
+
+def _found(where: str, evidence: str, severity: str) -> Finding:
+    return finding(
         "data.target_leak",
-        "error",
-        where=where or None,
-        evidence=f"the target is the input shifted by one, and other inputs behind position {middle} change the "
-        f"outputs up to it, first in {where or 'the model'}",
-        cause="a causal mask is missing, or does not fit: each position sees the token that it is to foretell",
-        remedy="mask attention to later positions (is_causal=True, or a triangular mask), and pad convolutions on the "
-        "left",
+        severity,
+        where=where,
+        evidence=evidence,
+        cause="a column made from the target, or known only after it",
+        remedy="leave the column out, and ask of each column whether it is known when the model is used",
     )
-
-
-def _modules(program: Program, batch: object) -> list[ModuleCall]:
-    calls: list[ModuleCall] = []
-    with module_calls(program.model, calls):
-        program.forward(batch)
-    return calls
-
-
-def _moved(before: ModuleCall, after: ModuleCall, length: int, middle: int) -> float:
-    """Change of an output at the positions up to `middle`, where one axis alone has the length of the sequence."""
-    one, other = before.output, after.output
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.dim() < 3 or one.shape != other.shape:
-        return 0.0
-    axes = [axis for axis, side in enumerate(one.shape) if axis and side == length]
-    if len(axes) != 1:
-        return 0.0
-    ours, theirs = (t.float().narrow(axes[0], 0, middle + 1) for t in (one, other))
-    return float((ours - theirs).abs().max()) / (float(one.float().abs().mean()) or 1.0)

@@ -1,176 +1,181 @@
-"""Values of inputs and targets: not finite, all the same, or of a scale that keeps the program from learning."""
+"""Values that no training gets along with: NaN and infinity, inputs that are the same for all samples. Reads tables.
+
+May run single steps of the program, to see whether it copes with what looks bad.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from safe_trainer.findings import Finding
-from safe_trainer.preflight.clock import Clock
-from safe_trainer.preflight.outcome import ProgramFailed, finding
+from safe_trainer.preflight.data_loss import Labels
+from safe_trainer.preflight.data_samples import Table, leaves
+from safe_trainer.preflight.outcome import ProgramFailed, Skip, finding
 from safe_trainer.preflight.program import Program
-from safe_trainer.preflight.reading import tensors
-from safe_trainer.preflight.samples import Samples
 
-FEW = 8
-"""Samples below which nothing is said about all of them."""
-SCALE = 10.0
-"""Size or spread beyond which inputs are suspected: standardised ones have 1, pictures of 0..1 less."""
-UNEQUAL = 100.0
-"""Largest over smallest spread of the features beyond which they are suspected."""
-STEPS = 60
-"""Steps of the two trainings that are compared."""
-NOT_LEARNED, LEARNED = 0.8, 0.5
-"""Shares of the loss of a constant answer: raw data leave more than the first of it, standardised ones less than the
-second. Between lies all that is merely slower.
-"""
-DIVERGED, BETTER = 2.0, 0.7
-"""The same where the raw data throw the loss up: then anything that learns proves it."""
+FEWEST = 8
+"""Samples below which nothing is said about their variation: fewer may well be alike."""
+ALIKE = 0.95
+"""Share of samples with the very same input from which the others cannot carry a task."""
 
 
-def nonfinite(program: Program, train: Samples, held_out: Samples, clock: Clock) -> Iterator[Finding]:
-    """NaN or infinity; masks, of 0 and -inf only, are legal."""
-    for part, samples in (("training", train), ("validation", held_out)):
-        bad, first = 0, ""
-        for number, batch in enumerate(samples.batches):
-            for place, tensor in enumerate(tensors(batch)):
-                wrong = _wrong(tensor)
-                if wrong is None:
-                    continue
-                bad += int(wrong.flatten(1).any(1).sum()) if wrong.dim() > 1 else int(wrong.sum())
-                if not first:
-                    index = ", ".join(str(int(i)) for i in wrong.nonzero()[0])
-                    first = f"the first is {float(tensor[tuple(wrong.nonzero()[0])])} in tensor {place} of batch "
-                    first += f"{number}, at [{index}]"
-        if bad:
-            yield finding(
-                "data.nonfinite",
-                "error",
-                evidence=f"{bad} {part} samples hold a NaN or an infinity; {first}",
-                cause="missing values, a division by zero or a logarithm of zero in how the data were prepared",
-                remedy="fill in, drop or mask these samples; use log1p or clamp in the preparation",
-            )
-            return
+def nonfinite(program: Program, tables: dict[str, Table]) -> list[Finding]:
+    """NaN and infinity in any field. An error where a step on such a sample gives no finite loss; else an info."""
+    found = []
+    for split, table in tables.items():
+        for name, pieces in table.pieces.items():
+            bad = [_bad_rows(piece) for piece in pieces]
+            if any(bool(rows.any()) for rows in bad) and not _is_mask(pieces):
+                found.append(_nonfinite(program, split, table, name, bad))
+    return found
 
 
-def _wrong(tensor: Tensor) -> Tensor | None:
-    """Where it is not finite; None if it is, or is a mask."""
-    if not tensor.is_floating_point() or tensor.layout is not torch.strided or not tensor.dim():
-        return None
-    wrong = ~torch.isfinite(tensor)
-    if not bool(wrong.any()) or bool(((tensor == 0) | torch.isneginf(tensor)).all()):
-        return None
-    return wrong
+def _bad_rows(piece: Tensor) -> Tensor:
+    """Which samples of a batch hold a value that is not finite."""
+    if not piece.is_floating_point() or not piece.dim():
+        return torch.zeros(1, dtype=torch.bool)
+    return ~torch.isfinite(piece).reshape(len(piece), -1).all(1) if piece.numel() else torch.zeros(1, dtype=torch.bool)
 
 
-def constant_input(program: Program, train: Samples, held_out: Samples, clock: Clock) -> Iterator[Finding]:
-    """Inputs that are the same for every sample, or blank each."""
-    inputs = train.inputs
-    if inputs is None or len(inputs) < FEW or inputs.numel() == len(inputs):
-        return
-    flat = inputs.flatten(1)
-    alike = bool((flat == flat[:1]).all())
-    blank = flat.shape[1] >= FEW and float((flat == flat[:, :1]).all(1).float().mean())
-    if not alike and not (blank and blank > 0.9):
-        return
-    values = ", ".join(f"{float(value):g}" for value in flat.unique()[:3])
-    yield finding(
-        "data.constant_input",
-        "error",
-        evidence=(f"all {len(inputs)} inputs read are the same" if alike else
-                  f"{blank:.0%} of {len(inputs)} inputs read hold one value each") + f" (values {values})",
-        cause="the preparation has wiped the content out: a cast to whole numbers after scaling to 0..1, a wrong "
-        "normalisation, a file that is not there",
-        remedy="look at some samples as they come out of the loader; scale after the cast, not before",
-    )  # fmt: skip
+def _is_mask(pieces: list[Tensor]) -> bool:
+    """Only 0 and minus infinity: an additive attention mask."""
+    return all(bool(((piece == 0) | (piece == -math.inf)).all()) for piece in pieces)
 
 
-def unnormalized(program: Program, train: Samples, held_out: Samples, clock: Clock) -> Iterator[Finding]:
-    """Inputs or targets of a scale that is shown to keep this program from learning: standardised, it does."""
-    inputs, targets = train.inputs, train.targets
-    if inputs is None or targets is None or len(inputs) < 4 * FEW or not program.has_forward:
-        return
-    for what, index, values in (("inputs", 0, inputs), ("targets", 1, targets)):
-        if not values.is_floating_point() or not _is_suspect(values):
-            continue
-        raw = _left(program, train.pairs, clock)
-        mean, spread = _moments(values)
-        standard = [
-            tuple((t - mean) / spread if place == index else t for place, t in enumerate(pair)) for pair in train.pairs
-        ]
-        better = _left(program, standard, clock) if raw is not None and not raw < NOT_LEARNED else None
-        if raw is None or better is None or not better < (BETTER if raw > DIVERGED else LEARNED):
-            continue
-        yield finding(
-            "data.unnormalized",
-            "warning",
-            evidence=f"{what} have a mean of {float(values.mean()):.4g} and a spread of {float(values.std()):.4g}"
-            f" ({float(values.min()):.4g} to {float(values.max()):.4g}); {STEPS} steps leave {raw:.0%} of the loss of "
-            f"a constant answer, and {better:.0%} of it with standardised {what}",
-            cause="weights, rates and losses are made for numbers around 1",
-            remedy=f"standardise the {what}: subtract the training data's mean and divide by its standard deviation"
-            + (", and turn predictions back with the same numbers" if what == "targets" else ""),
-        )
-        return
-
-
-def _is_suspect(values: Tensor) -> bool:
-    flat = values.flatten(1).float() if values.dim() > 1 else values.float().unsqueeze(1)
-    spreads = flat.std(0)
-    spreads = spreads[spreads > 0]
-    if not len(spreads):
-        return False
-    size = float(flat.abs().mean(0).max())
-    return (
-        size > SCALE
-        or float(spreads.max()) > SCALE
-        or (flat.shape[1] <= 1000 and values.dim() == 2 and float(spreads.max() / spreads.min()) > UNEQUAL)
+def _nonfinite(program: Program, split: str, table: Table, name: str, bad: list[Tensor]) -> Finding:
+    rows = torch.cat(bad)
+    number = next(index for index, batch in enumerate(bad) if bool(batch.any()))
+    first = int(rows.nonzero()[0])
+    values = table.pieces[name][number]
+    copes = _copes(program, table, number)
+    evidence = (
+        f"{_kind(values)} in {name}{_columns(table, name)}: {int(rows.sum())} of the {len(rows):,} {split} samples read, "
+        f"first in {table.place(first)}{'; a step on them gives a finite loss and gradients all the same' if copes else ''}"
+    )
+    return finding(
+        "data.nonfinite",
+        "info" if copes else "error",
+        where=name,
+        evidence=evidence,
+        cause="values that are missing, or a logarithm or division in the preprocessing",
+        remedy="fill or drop these values before training: torch.nan_to_num hides them, so look at them first",
+        symptoms=() if copes else ("forward.nonfinite", "gradient.nonfinite"),
     )
 
 
-def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and spread: of each feature of a table, of each channel of pictures, of all of anything else."""
-    dims = [0] if values.dim() <= 2 else [0, *range(2, values.dim())]
-    mean, spread = values.mean(dims, keepdim=True), values.std(dims, keepdim=True)
-    return mean, torch.where(spread > 0, spread, torch.ones_like(spread))
+def _kind(values: Tensor) -> str:
+    parts = [("NaN", torch.isnan(values)), ("infinity", torch.isinf(values))]
+    return " and ".join(name for name, which in parts if bool(which.any()))
 
 
-def _left(program: Program, pairs: list[tuple[Any, ...]], clock: Clock) -> float | None:
-    """Share of a constant answer's loss that is left after STEPS steps on these batches; infinity if it overflows."""
-    if clock.left() < clock.seconds / 10:
+def _columns(table: Table, name: str) -> str:
+    """Which columns or channels are hit, where there are few of them."""
+    pieces = [piece for piece in table.pieces[name] if piece.dim() >= 2]
+    if not pieces or len({piece.shape[1:] for piece in pieces}) != 1:
+        return ""
+    per = [(~torch.isfinite(piece)).reshape(len(piece), piece.shape[1], -1).any(2).any(0) for piece in pieces]
+    hit = torch.stack(per).any(0).nonzero().reshape(-1).tolist()
+    word = "column" if pieces[0].dim() == 2 else "channel or position"
+    shown = ", ".join(map(str, hit[:5])) + (f" and {len(hit) - 5} more" if len(hit) > 5 else "")
+    return f" ({word} {shown})"
+
+
+def _copes(program: Program, table: Table, number: int) -> bool:
+    """Whether a step on the batch gives a finite loss and finite gradients: the program knows of such values."""
+    batch = _rebuilt(program, table, number)
+    if batch is None:
+        return False
+    try:
+        with program.preserved():
+            loss = program.backward(batch)
+            grads = [p.grad for p in program.model.parameters() if p.grad is not None]
+            return math.isfinite(loss) and all(bool(torch.isfinite(grad).all()) for grad in grads)
+    except (ProgramFailed, Skip):
+        return False
+
+
+def _rebuilt(program: Program, table: Table, number: int) -> Any:
+    """The batch of this number once more, in the shape the program knows; None where its fields do not tell."""
+    fields = {name: pieces[number] for name, pieces in table.pieces.items() if number < len(pieces)}
+    return program.on_device(rebuilt(program.batches()[0], fields))
+
+
+def rebuilt(like: Any, fields: dict[str, Tensor]) -> Any:
+    """A batch built as `like`, with its tensors replaced by those of the same names; None if a name is missing."""
+    names = {id(tensor): name for name, tensor in leaves(like).items()}
+    if set(names.values()) != fields.keys():
         return None
-    with program.preserved():
-        kept, constant = [], []
-        for number in range(STEPS):
-            batch = program.on_device(pairs[number % len(pairs)])
-            try:
-                loss = program.step(batch)
-            except ProgramFailed:
-                return None
-            if not math.isfinite(loss):
-                return math.inf
-            kept.append(loss)
-        for pair in pairs[:5]:
-            reference = _constant_loss(program, program.on_device(pair))
-            if reference is None:
-                return None
-            constant.append(reference)
-    reference = sum(constant) / len(constant)
-    return sum(kept[-10:]) / 10 / reference if reference > 0 else None
+
+    def build(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return fields[names[id(value)]].clone() if id(value) in names else value
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(build, value))
+        if type(value) in (list, tuple):
+            return type(value)(map(build, value))
+        return {key: build(item) for key, item in value.items()} if type(value) is dict else value
+
+    return build(like)
 
 
-@torch.no_grad()
-def _constant_loss(program: Program, batch: Any) -> float | None:
-    """Loss of the best answer that does not look at the input: equal scores, or the mean of the targets."""
-    outcome = program.forward(batch)
-    prediction, target = outcome.get("prediction"), outcome.get("target")
-    if not isinstance(prediction, Tensor) or not isinstance(target, Tensor) or program.loss_fn is None:
-        return None
-    answer = torch.zeros_like(prediction)
-    if target.is_floating_point() and target.numel() == prediction.numel() and len(target.unique()) > 2:
-        answer += target.mean()
-    return float(program.loss_fn(answer, target))
+def constant(table: Table, labels: Labels | None) -> list[Finding]:
+    """Inputs that do not tell samples apart although the targets differ."""
+    inputs, targets = table.inputs(), table.outcomes()
+    if not inputs or len(table) < FEWEST or len(inputs) != len(table.pieces) - len(targets):
+        return []
+    if not any(_varies(target) for target in targets.values()):
+        return []
+    if not any(_varies(values) for values in inputs.values()):
+        return [_constant(table, inputs)]
+    return _mostly_alike(table, inputs, labels)
+
+
+def _varies(values: Tensor) -> bool:
+    return bool((values != values[:1]).any())
+
+
+def _constant(table: Table, inputs: dict[str, Tensor]) -> Finding:
+    name, values = next(iter(inputs.items()))
+    low, high = float(values.min()), float(values.max())
+    what = f"{low:.3g} everywhere" if low == high else f"values from {low:.3g} to {high:.3g}"
+    return finding(
+        "data.constant_input",
+        "error",
+        where=name,
+        evidence=f"all {len(table):,} samples read have the very same {' and '.join(inputs)}: {what}, sd over samples 0",
+        cause="a cast to whole numbers after scaling to 0..1, one file read each time, or a mask that takes all out",
+        remedy="look at five samples as the network gets them, and follow one of them back to its file",
+        symptoms=("training.not_decreasing", "training.plateau", "activation.collapsed"),
+    )
+
+
+def _mostly_alike(table: Table, inputs: dict[str, Tensor], labels: Labels | None) -> list[Finding]:
+    """Nearly all inputs are one and the same, and it stands for every class alike."""
+    if labels is None or len(table) < 100 or len(labels.values) != len(table):
+        return []
+    rows = [tuple(values[row].numpy().tobytes() for values in inputs.values()) for row in range(len(table))]
+    common = max(set(rows), key=rows.count) if len(set(rows)) < (1 - ALIKE) * len(rows) + 1 else None
+    which = torch.tensor([row == common for row in rows])
+    if common is None or float(which.float().mean()) < ALIKE:
+        return []
+    if _entropy(labels.values[which]) < 0.9 * _entropy(labels.values):  # an empty window that means "nothing happened"
+        return []
+    return [
+        finding(
+            "data.constant_input",
+            "error",
+            where=next(iter(inputs)),
+            evidence=f"{int(which.sum()):,} of {len(rows):,} samples read have the very same input, in every class alike",
+            cause="files that could not be read, or a transform that blanks most samples",
+            remedy="look at five samples as the network gets them, and follow one of them back to its file",
+        )
+    ]
+
+
+def _entropy(labels: Tensor) -> float:
+    share = torch.unique(labels, return_counts=True)[1].double() / max(1, len(labels))
+    return float(-(share * share.log()).sum())
