@@ -41,7 +41,7 @@ def network(
     for before, after in pairwise((inputs, *[width] * depth)):
         layers += [nn.Linear(before, after), ACTIVATIONS[activation]()]
         if bias is not None:
-            nn.init.constant_(layers[-2].bias, bias)
+            nn.init.constant_(layers[-2].get_parameter("bias"), bias)
     return nn.Sequential(*layers, nn.Linear(width if depth else inputs, num_classes))
 
 
@@ -54,7 +54,7 @@ def pixels(standardised: bool = True, val_share: float = 0.15, test_share: float
         val_share: share of the samples that selects between models.
         test_share: share of the samples that is only for the last word.
     """
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+    from sklearn.datasets import load_digits
 
     source = load_digits()
     parts = three_parts(source.target, val_share, test_share)

@@ -42,7 +42,7 @@ def _labelled(shape: tuple[int, ...], val_share: float, test_share: float) -> di
 
 def _load(val_share: float, test_share: float) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Pictures (1797, 8, 8) from 0 to 16, labels, and the rows of each part that has any."""
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+    from sklearn.datasets import load_digits
 
     source = load_digits()
     parts = three_parts(source.target, val_share, test_share)

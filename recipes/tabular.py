@@ -17,7 +17,7 @@ def breast_cancer(val_share: float = 0.15, test_share: float = 0.15) -> dict[str
         val_share: share of the rows that selects between models.
         test_share: share of the rows that is only for the last word; the split is the same in every run.
     """
-    from sklearn.datasets import load_breast_cancer  # type: ignore[import-untyped]
+    from sklearn.datasets import load_breast_cancer
 
     source = load_breast_cancer()
     rows, labels = torch.from_numpy(source.data).float(), torch.from_numpy(source.target).long()

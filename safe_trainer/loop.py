@@ -454,7 +454,7 @@ class Loop:
         if finite.is_cuda:
             host = torch.empty(finite.shape, dtype=finite.dtype, pin_memory=True)
             finite = host.copy_(finite, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event()
             event.record()
             finite.arrived = event  # type: ignore[attr-defined]
         self.pending = Pending(attempt, finite, states)

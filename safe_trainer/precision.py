@@ -45,7 +45,7 @@ class Precision:
 
     def backward(self, loss: Tensor) -> None:
         """Backward of the loss, scaled under fp16 so that small gradients survive."""
-        (self.scaler.scale(loss) if self.scaler else loss).backward()  # type: ignore[no-untyped-call]
+        (self.scaler.scale(loss) if self.scaler else loss).backward()
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Bring gradients back to their true size, before anything looks at them."""

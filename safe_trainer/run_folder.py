@@ -204,7 +204,7 @@ def _version(package: str) -> str | None:
 
 def _gpus() -> list[str]:
     """Names of the GPUs if CUDA is in use; to ask otherwise would start it."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_initialized():
         return []
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 

@@ -220,7 +220,7 @@ class watch:
 
         def replay(batch: Any) -> Tensor:
             loss: Tensor = loss_fn(self.model(batch[0]), batch[1])
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             return loss
 
         return replay

@@ -10,7 +10,7 @@ from safe_trainer.catalogue import CATALOGUE
 
 ROOT = Path(__file__).parents[1]
 GROUPS = "data|model|init|loss|gradient|activation|forward|optimizer|training|memory|precision"
-ID = re.compile(rf"[\"']((?:{GROUPS})\.[a-z_]+)[\"']")
+ID = re.compile(rf"[\"']((?:{GROUPS})\.[a-z][a-z_]*)[\"']")
 
 
 def code():

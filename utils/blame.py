@@ -108,7 +108,7 @@ class Blame:
     def _watch(self, call: _Call, outputs: list[Tensor]) -> None:
         """Hook the outputs and every node between them and whatever the forward found already there."""
         for tensor in outputs:
-            self._removals.append(tensor.register_hook(call.meet).remove)  # type: ignore[no-untyped-call]
+            self._removals.append(tensor.register_hook(call.meet).remove)
         pending = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
         seen: set[Node] = set()
         while pending:
@@ -217,7 +217,7 @@ def _try_batch(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Tenso
         raise ValueError("the loss depends on nothing that requires a gradient: there is no backward to check")
     if not _finite(loss):
         raise AnomalyError(f"the loss is {loss.sum().item()}")
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     for name, weight in model.named_parameters():
         if weight.grad is not None and not _finite(weight.grad):
             raise AnomalyError(blame.verdict or f"the gradient of {name} is not finite: {_damage(weight.grad)}")

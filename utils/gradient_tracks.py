@@ -35,8 +35,8 @@ class _Track:
         self.dirty = False
         """Whether what the optimizer has used was added to, and is still in the gradient."""
         self.handles: list[Any] = [
-            parameter.register_hook(self.before),  # type: ignore[no-untyped-call]
-            parameter.register_post_accumulate_grad_hook(self.after),  # type: ignore[no-untyped-call]
+            parameter.register_hook(self.before),
+            parameter.register_post_accumulate_grad_hook(self.after),
         ]
 
     def intact(self) -> bool:

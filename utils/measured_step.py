@@ -132,7 +132,7 @@ class MeasuredStep:
                 self.needs.add(name)
                 of = unit if tensor is first else self._unit(module, tensor)
                 hook = partial(self._backward, name, of)
-                self._handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+                self._handles.append(tensor.register_hook(hook))
 
     def _activation(self, name: str, output: Tensor, unit: int | None, flat: Saturation | None, positive: bool) -> None:
         dense = plain(output.detach())

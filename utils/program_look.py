@@ -90,7 +90,7 @@ class ProgramLook:
         for name, parameter in self.parameters.items():
             if parameter.requires_grad and parameter.is_leaf:
                 hook = partial(self._gradient, name)
-                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                handle = parameter.register_post_accumulate_grad_hook(hook)
                 self._handles.append(handle)
         for optimizer in self.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))

@@ -89,7 +89,7 @@ class Before:
     events: list[Event]
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(TorchDispatchMode):
     """Records the non-finite results of the operations that run while it is entered."""
 
     supports_higher_order_operators = True

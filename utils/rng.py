@@ -209,7 +209,7 @@ def _mix(number: int) -> int:
 
 def _cuda_states() -> list[Tensor]:
     """A state for each device, or none as long as nothing has started CUDA."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_initialized():
         return []
     return [generator.get_state() for generator in torch.cuda.default_generators]
 

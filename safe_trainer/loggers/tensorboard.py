@@ -52,7 +52,7 @@ class TensorBoard:
 
             # One event for the whole row: add_scalar would write one a value, at about 150 us each.
             row = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()])
-            self.writer._get_file_writer().add_summary(row, step)  # type: ignore[no-untyped-call]
+            self.writer._get_file_writer().add_summary(row, step)
 
     def text(self, step: int, name: str, text: str) -> None:
         """Show `text` under the tab Text, literally: indented, since TensorBoard would read it as Markdown."""

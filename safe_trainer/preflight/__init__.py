@@ -71,6 +71,6 @@ def _made(name: str, check: Check, program: Program, clock: Clock) -> CheckResul
         result = CheckResult(name=name, status=Status.skipped, evidence=f"the program itself failed: {failure}")
     except Exception as error:
         log.debug("The check %s failed.", name, exc_info=True)
-        reason = f"the check itself failed: {type(error).__name__}: {error}"
-        result = CheckResult(name=name, status=Status.skipped, evidence=reason)
+        why = f"the check itself failed: {type(error).__name__}: {error}"
+        result = CheckResult(name=name, status=Status.skipped, evidence=why)
     return replace(result, name=name, seconds=clock.spent())

@@ -35,7 +35,7 @@ SAMPLES = 64
 def dead_layers(program: Program, clock: Clock) -> Iterator[Finding]:
     """Rectified layers in which hardly any unit answers to any of the samples."""
     active: dict[tuple[str | None, int], Tensor] = {}
-    seen, calls = 0, {}
+    seen, calls = 0, dict[tuple[str | None, int], Call]()
     for batch in program.batches():
         step = trace_step(program, batch)
         count: dict[str | None, int] = {}
@@ -43,7 +43,7 @@ def dead_layers(program: Program, clock: Clock) -> Iterator[Finding]:
             if isinstance(call.output, Tensor) and call.output.dim() >= 2 and call.module is not None:
                 number = count[call.module] = count.get(call.module, 0) + 1
                 units = _per_unit(call.output.detach() > 0)
-                key = (call.module, number)
+                key = call.module, number
                 known = active.get(key)
                 active[key] = units if known is None or known.shape != units.shape else known | units
                 calls[key] = call
@@ -52,10 +52,10 @@ def dead_layers(program: Program, clock: Clock) -> Iterator[Finding]:
             break
     if seen < min(SAMPLES, 16):
         return
-    for key, units in active.items():
+    for place, units in active.items():
         silent = 1.0 - float(units.float().mean())
         if len(units) >= 4 and silent >= DEAD:
-            yield _dead(program, calls[key], silent, len(units), seen)
+            yield _dead(program, calls[place], silent, len(units), seen)
             return  # what lies behind gets nothing to work with
 
 

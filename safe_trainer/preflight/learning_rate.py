@@ -30,6 +30,10 @@ FELL = 0.05
 BEYOND = 10.0
 """Times the rate at which the ramp diverged from which a configured rate is called too high: the ramp diverges somewhat
 late, as its steps have only just begun to be large, and an optimizer with momentum later still."""
+HOPELESS = 1e-4
+"""Share of the suggestion below which a rate is called too low: fine-tuning takes a hundredth of it at the least."""
+NOTHING = 1e-3
+"""Share of the first loss that 30 steps on one batch move at least, at any rate that trains."""
 
 
 @dataclass(kw_only=True)
@@ -52,13 +56,14 @@ class LearningRateCurve:
 
 def check(program: Program, clock: Clock) -> CheckResult:
     """Draw the curve, and hold the configured rate against it."""
-    configured = float(program.optimizer.param_groups[0]["lr"])
+    group = program.optimizer.param_groups[0]
+    configured = max(float(group["lr"]), float(group.get("initial_lr", 0.0)))  # a warm-up begins far below its rate
     with program.preserved():
         curve = find(program, clock.part(0.7))
     told = (
         f"{len(curve.rates)} rates from {LEAST:g} to {curve.rates[-1]:.2g}; {curve.reason}; configured {configured:g}"
     )
-    return judged(told, _too_high(program, configured, curve, clock))
+    return judged(told, _too_high(program, configured, curve, clock) or _too_low(program, configured, curve, clock))
 
 
 def _too_high(program: Program, configured: float, curve: LearningRateCurve, clock: Clock) -> list[Finding]:
@@ -76,6 +81,32 @@ def _too_high(program: Program, configured: float, curve: LearningRateCurve, clo
             evidence=f"the loss diverges at a rate of {curve.diverged_at:.2g}; the configured one is {configured:g}, "
             f"and 30 steps with it take the loss of one batch from {trial.first:.4g} to {trial.last:.4g}",
             cause="the learning rate is too high for this program: each step overshoots",
+            remedy=f"try lr={curve.suggestion:.2g}",
+        )
+    ]
+
+
+def _too_low(program: Program, configured: float, curve: LearningRateCurve, clock: Clock) -> list[Finding]:
+    """A rate far below all that moves the loss, where a trial at that rate confirms it."""
+    if curve.suggestion is None or not 0 < configured < HOPELESS * curve.suggestion:
+        return []
+    current = float(program.optimizer.param_groups[0]["lr"])
+    trials = []
+    for rate in (configured, 0.0):  # with the same random numbers: what differs is what the rate does
+        with program.preserved():
+            factor = rate / current if current else 1.0
+            trials.append(train_on_one(program, program.batch(), 30, clock, factor=factor))
+    trial, still = trials
+    if not current or trial.broke or still.broke or abs(trial.last - still.last) > NOTHING * abs(trial.first):
+        return []
+    return [
+        finding(
+            "optimizer.lr_too_low",
+            "warning",
+            evidence=f"30 steps at the configured rate {configured:g} take the loss of one batch from "
+            f"{trial.first:.5g} to {trial.last:.5g}, and a rate of 0 to {still.last:.5g}; on the ramp the loss falls "
+            f"fastest at {10 * curve.suggestion:.2g}",
+            cause="the learning rate is too low: the weights hardly move",
             remedy=f"try lr={curve.suggestion:.2g}",
         )
     ]

@@ -120,7 +120,7 @@ def _unsteady(program: Program, call: ModuleCall, where: ModuleCall, keeps_part:
         return
     noise = next((drawn for drawn in seen.named(*NOISES)), None)
     harmless = noise is None or keeps_part or _samples_on_purpose(program, call, seen)
-    harmless = harmless or _is_scaled_by_the_model(seen, noise)
+    harmless = harmless or (noise is not None and _is_scaled_by_the_model(seen, noise))
     yield _non_deterministic(
         "info" if harmless else "error", (noise.module if noise else None) or where.name or None,
         noise.source if noise else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -65,8 +66,9 @@ def _looked_at(run: TrainingRun, clock: Clock) -> Finding | None:
         return _never_updated(run, far) if far > FAR or _is_untouched(run.module) else None
     momentum = getattr(run.module, "momentum", None)
     if isinstance(run.module, nn.modules.batchnorm._NormBase):
-        slow = isinstance(momentum, float) and 0 < momentum < SLOW and _far(run, trained) > FAR
-        return _slow(run, momentum, _far(run, trained)) if slow else None
+        if isinstance(momentum, float) and 0 < momentum < SLOW and _far(run, trained) > FAR:
+            return _slow(run, momentum, _far(run, trained))
+        return None
     return _elsewhere(run, before, trained, clock)
 
 
@@ -159,4 +161,4 @@ def _values(module: nn.Module) -> list[Tensor]:
 
 
 def _distance(first: list[Tensor], second: list[Tensor]) -> float:
-    return sum(float((one - other).square().sum()) for one, other in zip(first, second, strict=True)) ** 0.5
+    return math.sqrt(sum(float((one - other).square().sum()) for one, other in zip(first, second, strict=True)))

@@ -9,7 +9,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -132,7 +132,7 @@ class Program:
             step = without_update(self.train_step, self.optimizers)
             loss = step(self.model, self.loss_fn, self.optimizer, reading.clone(batch))
             value_of(loss, "train_step")
-            return loss
+            return cast(Tensor | float, loss)
 
     def step(self, batch: Any) -> float:
         """One training step as training makes it; its loss."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from safe_trainer.findings import CheckResult
@@ -39,5 +41,5 @@ def check(program: Program, clock: Clock) -> CheckResult:
     return judged("; ".join(part for part in parts if part))
 
 
-def _bytes(values: list[Tensor]) -> int:
+def _bytes(values: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in values)

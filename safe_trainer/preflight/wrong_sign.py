@@ -35,7 +35,7 @@ def agreement_with_answers(program: Program, batch: object) -> float | None:
     plain = _plain_loss(prediction, target)
     if plain is None:
         return None
-    ours = torch.autograd.grad(loss_of(outcome), prediction, retain_graph=True, allow_unused=True)[0]
+    ours: Tensor | None = torch.autograd.grad(loss_of(outcome), prediction, retain_graph=True, allow_unused=True)[0]
     theirs = torch.autograd.grad(plain, prediction)[0]
     if ours is None:
         return None

@@ -234,7 +234,7 @@ def test_a_rate_too_high_from_the_start_is_seen(seed, run_config):
     (finding,) = (entry for entry in program(30.0, 130, run_config, seed=seed, data=hard).findings if entry.is_alarm)
     assert finding.fault == "optimizer.lr_too_high"
     assert "training.diverging" in finding.symptoms
-    assert program(0.05, 130, run_config, seed=seed, data=hard).findings == []
+    assert alarms(program(0.05, 130, run_config, seed=seed, data=hard)) == []
 
 
 @pytest.mark.parametrize("seed", range(3))

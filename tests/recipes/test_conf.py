@@ -16,6 +16,7 @@ CONF = Path(safe_trainer.conf.__path__[0])
 GROUPS = ("model", "data", "loss", "task", "optimizer", "scheduler", "metrics", "logger", "recipe")
 FILES = sorted(path for group in GROUPS for path in (CONF / group).rglob("*.yaml"))
 RECIPES = options("recipe", [CONF])
+OPTIMIZER_IS_THE_FAULT = ("broken/lr_too_high", "broken/missing_zero_grad")
 
 
 def configured(*overrides):
@@ -63,7 +64,7 @@ def test_the_bare_command_is_the_recipe_digits():
     assert bare == named
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "broken/missing_zero_grad"])
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in OPTIMIZER_IS_THE_FAULT])
 @pytest.mark.parametrize(("optimizer", "scheduler"), [("sgd", "cosine"), ("adamw", "step"), ("adam", "none")])
 def test_optimizer_and_scheduler_swap_in_every_recipe(recipe, optimizer, scheduler):
     config = configured(f"+recipe={recipe}", f"optimizer={optimizer}", f"scheduler={scheduler}")
