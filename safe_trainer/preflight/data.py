@@ -81,6 +81,7 @@ def _parts(program: Program, look: Look, clock: Clock) -> Iterator[tuple[str, Ca
     yield "variation", lambda: data_values.constant(train, labels)
     yield "label range", lambda: data_labels.label_range(calls, look.tables)
     yield "target type", lambda: data_labels.wrong_dtype(calls, look.tables)
+    yield "constant targets", lambda: data_labels.constant_numbers(program, calls, train)
     yield "masked labels", lambda: data_labels.label_masked(calls, train)
     yield "splits", lambda: data_splits.overlap(program, train, held_out)
     yield "order", lambda: data_order.not_shuffled(program, train, labels, look.quantity, clock)

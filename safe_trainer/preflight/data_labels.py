@@ -7,8 +7,9 @@ from torch import Tensor
 
 from safe_trainer.findings import Finding
 from safe_trainer.preflight.data_loss import BINARY, CLASSES, REGRESSION, LossCall, out_of_range
-from safe_trainer.preflight.data_samples import Table
+from safe_trainer.preflight.data_samples import Table, is_target, leaves
 from safe_trainer.preflight.outcome import finding
+from safe_trainer.preflight.program import Program
 
 ROUNDING = 1e-3
 """How far probabilities may lie outside 0..1, or their sums from 1: half precision is no better."""
@@ -91,9 +92,27 @@ def wrong_dtype(calls: list[LossCall], tables: dict[str, Table]) -> list[Finding
     return []
 
 
+def constant_numbers(program: Program, calls: list[LossCall], table: Table) -> list[Finding]:
+    """Whole targets that are all the same, for a loss that is not PyTorch's and reckons with them."""
+    if calls or not program.has_forward:
+        return []
+    for name, values in table.outcomes().items():
+        if values.is_floating_point() or values.dtype is torch.bool or len(values) < FEWEST or len(values.unique()) > 1:
+            continue
+        losses = []
+        for moved in (0, 1):
+            batch = program.batch()
+            leaves(batch)[name].add_(moved)
+            losses.append(float(program.loss(batch).detach()))
+        if losses[0] != losses[1]:
+            evidence = f"{name} is {values.dtype} and {int(values.flatten()[0])} in all {len(values):,} samples"
+            return [_wrong(name, evidence, "a cast to whole numbers: what lies between 0 and 1 becomes 0")]
+    return []
+
+
 def _lost_fractions(call: LossCall, tables: dict[str, Table]) -> Finding | None:
     """A regression whose targets are whole: all the same, or with fractions in the held-out data."""
-    cut = _cut_in_the_program(call, tables["training"])
+    cut = _cut_in_the_program(call)
     if cut is not None:
         return cut
     values = tables["training"].whole(call.field) if call.field else None
@@ -114,14 +133,14 @@ def _lost_fractions(call: LossCall, tables: dict[str, Table]) -> Finding | None:
     return _wrong(str(call.field), evidence, "a cast to whole numbers (LongTensor, .long(), astype(int)) cut them off")
 
 
-def _cut_in_the_program(call: LossCall, table: Table) -> Finding | None:
+def _cut_in_the_program(call: LossCall) -> Finding | None:
     """The loss gets whole numbers, and the batch holds the same ones with fractions."""
     if call.field is not None or _has_fractions(call.target):
         return None
-    for name, pieces in table.pieces.items():
-        if name not in table.targets or pieces[0].numel() != call.target.numel() or not _has_fractions(pieces[0]):
+    for name, values in call.fields.items():
+        if not is_target(name) or values.numel() != call.target.numel() or not _has_fractions(values):
             continue
-        given = pieces[0].reshape(-1).double()
+        given = values.cpu().reshape(-1).double()
         target = call.target.cpu().reshape(-1).double()
         if any(torch.equal(whole, target) for whole in (given.trunc(), given.round(), given.floor())):
             evidence = (

@@ -30,7 +30,9 @@ def column(table: Table, labels: Labels | None, quantity: tuple[str, Tensor] | N
     if labels is not None and len(labels.values) == len(values):
         return _of_classes(values, labels)
     if quantity is not None and len(quantity[1]) == len(values):
-        return _of_quantity(values.double(), quantity[0], quantity[1].double())
+        known = torch.isfinite(quantity[1])  # a loss may leave missing targets out
+        if int(known.sum()) >= FEWEST:
+            return _of_quantity(values[known].double(), quantity[0], quantity[1][known].double())
     return []
 
 

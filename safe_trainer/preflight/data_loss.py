@@ -5,6 +5,7 @@ A loss is noted before it runs, so that one which raises because of its labels i
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,8 @@ class LossCall:
     options: dict[str, Any]
     field: str | None = None
     """The field of the batch that holds these targets."""
+    fields: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    """All fields of that batch."""
 
     @property
     def ignored(self) -> int:
@@ -115,7 +118,7 @@ def loss_calls(program: Program, batch: Any) -> tuple[list[LossCall], str | None
         failure = str(error)
     fields = leaves(batch)
     for call in noted.calls:
-        call.field = _field_of(call.target, fields)
+        call.field, call.fields = _field_of(call.target, fields), fields
     return noted.calls, failure
 
 

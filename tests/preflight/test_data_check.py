@@ -62,7 +62,7 @@ def test_targets_of_a_regression_cast_to_whole_numbers(alarms):
     assert found(alarms, data, model=model, loss=squared) == []
 
 
-@pytest.mark.parametrize("rare", [4, 7])
+@pytest.mark.parametrize("rare", [2, 4])
 def test_a_class_that_is_hardly_there(rare, alarms):
     data = blobs(samples=600, classes=2)
     keep = torch.cat([(data.tensors[1] == 0).nonzero().flatten(), (data.tensors[1] == 1).nonzero().flatten()[:rare]])
