@@ -1,4 +1,4 @@
-"""Hardly any samples of one class, and a program that does not make up for it. Trains for a while inside `preserved`."""
+"""Hardly any samples of one class, and a program that does not make up for it. Trains for a while, all put back."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def imbalance(program: Program, table: Table, labels: Labels | None, clock: Cloc
             "data.imbalance",
             "warning" if harmful else "info",
             where=labels.field,
-            evidence=f"class {rare} has {counts[rare]:,} of {sum(counts.values()):,} labels read ({100 * share:.1f} %), class "
+            evidence=f"class {rare} has {counts[rare]:,} of {sum(counts.values()):,} labels read ({100 * share:.1f} "
+            "%), class "
             f"{common} {counts[common]:,}; neither the loss nor the sampler makes up for it{learnt}",
             cause="one class is rare in the data, and the loss can be small without it",
             remedy="WeightedRandomSampler or class weights in the loss; judge by recall or F1, not by accuracy",

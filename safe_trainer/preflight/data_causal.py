@@ -1,4 +1,4 @@
-"""Models of sequences that see the answer: the next element, in a later input. Runs the model forward, in evaluation mode.
+"""Models of sequences that see the answer: the next element, in a later input. Runs the model in evaluation mode.
 
 Only where the target is the input moved by one place. Nothing is said of masked language models or taggers.
 """
@@ -91,7 +91,8 @@ def _sequence(program: Program, call: LossCall) -> _Sequence | None:
     if not runs:
         return None
     args, kwargs = runs[0]
-    for place, value in [*enumerate(args), *kwargs.items()]:
+    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in given:
         if not isinstance(value, Tensor) or value.dim() not in ((2,) if call.of_classes else (3,)):
             continue
         for time in (1, 0):
@@ -127,7 +128,8 @@ def _equal(target: Tensor, value: Tensor, call: LossCall) -> bool:
 
 def _outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """First output of each module, in the order in which they end; gradients stay on, for PyTorch's fast path of
-    Transformers runs no modules."""
+    Transformers runs no modules.
+    """
     noted: dict[str, Tensor] = {}
 
     def hook(name: str) -> Any:
@@ -179,7 +181,8 @@ def _leak(module: str, cut: int, length: int, call: LossCall) -> Finding:
         "data.target_leak",
         "error",
         where=module or None,
-        evidence=f"the target of {call.name} is the next input, and the outputs at places 0 to {cut - 1} of {length} change "
+        evidence=f"the target of {call.name} is the next input, and the outputs at places 0 to {cut - 1} of {length} "
+        "change "
         f"when the inputs from place {cut} on are others"
         + (f"; {module} is the first module that looks ahead" if module else ""),
         cause="no causal mask, one that is the wrong way round, or a network that reads in both directions",
@@ -192,7 +195,8 @@ def _copy(call: LossCall, length: int) -> Finding:
         "data.target_leak",
         "warning",
         where=call.field,
-        evidence=f"the model attends to earlier places only, and the target of {call.name} at each of {length} places is the "
+        evidence=f"the model attends to earlier places only, and the target of {call.name} at each of {length} "
+        "places is the "
         "input at the very same place: it has only to copy",
         cause="the target was not moved by one place",
         remedy="inputs tokens[:, :-1] and targets tokens[:, 1:]",

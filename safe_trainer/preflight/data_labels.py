@@ -48,7 +48,8 @@ def _classes_out_of_range(call: LossCall, split: str, place: str, values: Tensor
     low, high = int(kept.min()), int(kept.max())
     from_one = low == 1 and high == call.outputs
     evidence = (
-        f"labels in {place} go from {low} to {high}, and the model has {call.outputs} outputs (0 to {call.outputs - 1}): "
+        f"labels in {place} go from {low} to {high}, and the model has {call.outputs} outputs (0 to "
+        f"{call.outputs - 1}): "
         f"{int(bad.sum()):,} of {values.numel():,} {split} labels lie outside, such as {int(values[bad][0])}"
     )
     cause = (
@@ -80,7 +81,7 @@ def _shares_out_of_range(call: LossCall, split: str, place: str, values: Tensor)
     }
 
 
-# --- the kind of the targets --------------------------------------------------------------------------------------------
+# --- the kind of the targets ----------------------------------------------------------------------------------------
 
 
 def wrong_dtype(calls: list[LossCall], tables: dict[str, Table]) -> list[Finding]:
@@ -179,7 +180,7 @@ def _wrong(place: str, evidence: str, cause: str, remedy: str = "") -> Finding:
     return finding("loss.wrong_target_dtype", "error", where=place, evidence=evidence, cause=cause, remedy=remedy)
 
 
-# --- targets that the loss leaves out -----------------------------------------------------------------------------------
+# --- targets that the loss leaves out -------------------------------------------------------------------------------
 
 INSIDE = 0.2
 """Share of sequences with the ignored label between two others from which it is no padding."""

@@ -1,4 +1,4 @@
-"""What the program's loss is: which of PyTorch's loss functions it calls, with which targets and options. One step each.
+"""What the program's loss is: the loss functions of PyTorch that it calls, their targets and options. One step each.
 
 A loss is noted before it runs, so that one which raises because of its labels is known too.
 """

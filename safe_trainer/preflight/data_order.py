@@ -150,7 +150,8 @@ def same_batch(program: Program, table: Table) -> list[Finding]:
             "data.not_shuffled",
             "warning",
             where=_sampler(program.train_loader),
-            evidence=f"all {len(table.sizes)} batches read have the very same {table.sizes[0]} samples in the same order",
+            evidence=f"all {len(table.sizes)} batches read have the very same {table.sizes[0]} samples in the same "
+            "order",
             cause="the loader begins anew at each batch, or its sampler always draws the same",
             remedy="make one iterator an epoch, as in `for batch in loader`, and check the sampler",
         )

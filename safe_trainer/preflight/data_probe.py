@@ -116,7 +116,7 @@ def _dataset_order(table: Table) -> np.ndarray:
     return np.unique(np.array(table.indices), return_index=True)[1]
 
 
-# --- probes: each gives standard deviations above chance ----------------------------------------------------------------
+# --- probes: each gives standard deviations above chance ------------------------------------------------------------
 
 
 def _relation(x: np.ndarray, y: np.ndarray, classes: bool) -> tuple[float, float]:
@@ -172,7 +172,7 @@ def _crossed(model: Any, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         return np.asarray(cross_val_predict(model, x, y, cv=folds))
 
 
-# --- conclusions ----------------------------------------------------------------------------------------------------------
+# --- conclusions ----------------------------------------------------------------------------------------------------
 
 
 def _shifted(

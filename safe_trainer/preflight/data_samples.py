@@ -1,6 +1,6 @@
 """What the data check looks at: samples as training gets them, read batch by batch into tables. Only reads the loaders.
 
-The runner puts generators, samplers and data sets back afterwards, so a loader may be read here like any other iterable.
+The runner puts generators, samplers and data sets back afterwards, so a loader is read here like any iterable.
 """
 
 from __future__ import annotations

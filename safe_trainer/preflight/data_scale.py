@@ -77,7 +77,7 @@ def _equal(table: Table, first: str, second: str) -> bool:
 
 
 def _shift(table: Table, name: str) -> Shift | None:
-    """How to standardise a field of floats that is far off; None for others. Channels and last dimensions are features."""
+    """How to standardise a field of floats that is far off; None for others. Features are channels or last dims."""
     values = table.whole(name)
     if values is None or not values.is_floating_point() or len(values) < 8 or not bool(torch.isfinite(values).all()):
         return None
@@ -110,12 +110,14 @@ def _compared(
     if len(raw) < 1 or len(raw) != len(standard) or not _is_finite(program, raw[0]):
         return None
     longest = min(LONGER, program.config.max_steps or LONGER)
+    first = second = 0.0
     for steps in sorted({min(STEPS, longest), longest}):
         part = clock.part(0.5)
-        first = _won(program, raw, steps, regression, part.part(0.5))
-        second = _won(program, standard, steps, regression, part)
-        if first is None or second is None or second < ENOUGH or first > QUARTER * second:
+        of_raw = _won(program, raw, steps, regression, part.part(0.5))
+        of_standard = _won(program, standard, steps, regression, part)
+        if of_raw is None or of_standard is None or of_standard < ENOUGH or of_raw > QUARTER * of_standard:
             return None
+        first, second = of_raw, of_standard
     what = "of the target's variance is explained" if regression is not None else "of the loss at the start is gone"
     return finding(
         "data.unnormalized",

@@ -44,7 +44,8 @@ def overlap(program: Program, train: Table, held_out: Table) -> list[Finding]:
             "data.split_overlap",
             severity,
             where="val_loader",
-            evidence=f"{count:,} of {total:,} validation samples ({100 * share:.0f} %) are in the training data too ({how})",
+            evidence=f"{count:,} of {total:,} validation samples ({100 * share:.0f} %) are in the training data too "
+            f"({how})",
             cause="the split was made after oversampling or augmentation, or with overlapping indices",
             remedy="split first, by object or by time, and drop what occurs twice; figures so far are too good",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -117,17 +118,17 @@ def _inner(thing: Any, depth: int, seen: set[int]) -> Iterator[Any]:
         yield from _inner(list(vars(thing).values()), depth - 1, seen)
 
 
-def _generators(dataset: Any) -> Iterator[Callable[[], None]]:
+def _generators(dataset: Any) -> Iterator[Callable[[], Any]]:
     """What sets each generator of the data set's own back to how it is now."""
     for thing in _inner(dataset, 2 * DEPTH, set()):
         if isinstance(thing, torch.Generator):
-            yield lambda it=thing, state=thing.get_state(): it.set_state(state)
+            yield partial(thing.set_state, thing.get_state())
         elif isinstance(thing, random.Random):
-            yield lambda it=thing, state=thing.getstate(): it.setstate(state)
+            yield partial(thing.setstate, thing.getstate())
         elif isinstance(thing, np.random.RandomState):
-            yield lambda it=thing, state=thing.get_state(): it.set_state(state)
+            yield partial(thing.set_state, thing.get_state())
         elif isinstance(thing, np.random.Generator):
-            yield lambda it=thing, state=thing.bit_generator.state: setattr(it.bit_generator, "state", state)
+            yield partial(setattr, thing.bit_generator, "state", thing.bit_generator.state)
 
 
 def _arrays(dataset: Any) -> Iterator[np.ndarray]:
@@ -135,9 +136,13 @@ def _arrays(dataset: Any) -> Iterator[np.ndarray]:
     for thing in _inner(dataset, 2 * DEPTH, set()):
         if isinstance(thing, np.ndarray) and thing.dtype.kind in "fiub" and 0 < thing.size <= LARGEST:
             yield thing
-        elif isinstance(thing, Tensor) and thing.device.type == "cpu" and 0 < thing.numel() <= LARGEST:
-            if thing.layout is torch.strided and not thing.requires_grad and thing.dtype is not torch.bfloat16:
-                yield thing.detach().numpy()
+        elif isinstance(thing, Tensor) and 0 < thing.numel() <= LARGEST and _has_numpy(thing):
+            yield thing.numpy()
+
+
+def _has_numpy(thing: Tensor) -> bool:
+    on_cpu = thing.device.type == "cpu" and thing.layout is torch.strided
+    return on_cpu and not thing.requires_grad and thing.dtype is not torch.bfloat16
 
 
 def _found(place: str, key: str, one: Tensor, two: Tensor, three: Tensor, kind: str, touched: int) -> Finding:

@@ -53,8 +53,10 @@ def _nonfinite(program: Program, split: str, table: Table, name: str, bad: list[
     values = table.pieces[name][number]
     copes = _copes(program, table, number)
     evidence = (
-        f"{_kind(values)} in {name}{_columns(table, name)}: {int(rows.sum())} of the {len(rows):,} {split} samples read, "
-        f"first in {table.place(first)}{'; a step on them gives a finite loss and gradients all the same' if copes else ''}"
+        f"{_kind(values)} in {name}{_columns(table, name)}: {int(rows.sum())} of the {len(rows):,} {split} samples "
+        "read, "
+        "first in "
+        f"{table.place(first)}{'; a step on them gives a finite loss and gradients all the same' if copes else ''}"
     )
     return finding(
         "data.nonfinite",
@@ -146,7 +148,8 @@ def _constant(table: Table, inputs: dict[str, Tensor]) -> Finding:
         "data.constant_input",
         "error",
         where=name,
-        evidence=f"all {len(table):,} samples read have the very same {' and '.join(inputs)}: {what}, sd over samples 0",
+        evidence=f"all {len(table):,} samples read have the very same {' and '.join(inputs)}: {what}, sd over "
+        "samples 0",
         cause="a cast to whole numbers after scaling to 0..1, one file read each time, or a mask that takes all out",
         remedy="look at five samples as the network gets them, and follow one of them back to its file",
         symptoms=("training.not_decreasing", "training.plateau", "activation.collapsed"),
@@ -169,7 +172,8 @@ def _mostly_alike(table: Table, inputs: dict[str, Tensor], labels: Labels | None
             "data.constant_input",
             "error",
             where=next(iter(inputs)),
-            evidence=f"{int(which.sum()):,} of {len(rows):,} samples read have the very same input, in every class alike",
+            evidence=f"{int(which.sum()):,} of {len(rows):,} samples read have the very same input, in every class "
+            "alike",
             cause="files that could not be read, or a transform that blanks most samples",
             remedy="look at five samples as the network gets them, and follow one of them back to its file",
         )
