@@ -13,7 +13,7 @@ from safe_trainer.debugging import BUGS, CHECKLIST, SYMPTOMS, TREE
 
 FOLDER = Path(__file__).parent
 MADE = "<!-- Made by docs/make_faults.py from safe_trainer/catalogue.py and safe_trainer/debugging.py. -->\n"
-LATER = "comes with the checks before a run, in a later version"
+LATER = "comes with a later version"
 
 
 def faults() -> str:

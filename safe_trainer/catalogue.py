@@ -25,8 +25,8 @@ class Fault:
     """In the order to try them."""
     looks_like_it: str = ""
     """What resembles it and is healthy."""
-    live: bool = False
-    """Whether this version looks for it; the others come with the checks before a run."""
+    live: bool = True
+    """Whether this version looks for it; the others come with a later one."""
 
     @property
     def group(self) -> str:
@@ -43,7 +43,6 @@ _ENTRIES = (
         ("missing values read as NaN", "log(0), or a division by a zero deviation, in the preprocessing"),
         ("fill or drop them (torch.nan_to_num hides them: look first)", "log1p(x), or (x - mean) / (std + 1e-6)"),
         "padding with infinities that a mask takes out again",
-        live=True,
     ),
     Fault(
         "data.unnormalized",
@@ -68,6 +67,14 @@ _ENTRIES = (
         ("inputs and labels shuffled apart", "files sorted in two ways", "a join off by one row"),
         ("shuffle indices, not arrays", "look at twenty samples with their labels"),
         "a task with hardly any signal, which no order of labels mends",
+    ),
+    Fault(
+        "data.label_noise",
+        "Some labels are likely wrong",
+        "asked for by preflight.label_noise: confident learning over cross-validated probabilities",
+        ("mistakes of those who labelled", "samples between two classes"),
+        ("look at the samples that are listed, and correct or drop what is wrong",),
+        "rare but right samples: it is an info, and a list to look at",
     ),
     Fault(
         "data.imbalance",
@@ -149,7 +156,6 @@ _ENTRIES = (
         ("view where permute or transpose was meant", "batch_first forgotten", "softmax over the batch dimension"),
         ("x.permute(...)", "batch_first=True", "softmax(dim=-1)"),
         "BatchNorm in training, and losses that contrast samples on purpose",
-        live=True,
     ),
     Fault(
         "model.too_small",
@@ -158,6 +164,7 @@ _ENTRIES = (
         ("a layer of very few units", "strong regularisation"),
         ("widen the narrowest layer", "take dropout and weight decay out, to see"),
         "noise in the labels, which nobody can fit",
+        live=False,
     ),
     Fault(
         "model.stuck_in_eval",
@@ -166,7 +173,6 @@ _ENTRIES = (
         ("model.eval() in a validation that never switches back", "a pretrained model, which comes in eval"),
         ("model.train() after each validation", "call model.train() before training"),
         "frozen parts, and BatchNorm kept in eval from the very start on purpose",
-        live=True,
     ),
     Fault(
         "model.eval_missing",
@@ -175,7 +181,6 @@ _ENTRIES = (
         ("model.eval() forgotten",),
         ("model.eval(); with torch.no_grad(): ...; model.train()",),
         "Monte-Carlo dropout, and passes that renew BatchNorm's statistics",
-        live=True,
     ),
     Fault(
         "model.non_deterministic_eval",
@@ -184,7 +189,6 @@ _ENTRIES = (
         ("F.dropout without training=self.training", "dropout_p in attention", "random sampling in forward"),
         ("nn.Dropout, or F.dropout(x, p, self.training)", "dropout_p=p if self.training else 0.0"),
         "variational and diffusion models that sample on purpose, Monte-Carlo dropout",
-        live=True,
     ),
     Fault(
         "model.norm_stats",
@@ -193,7 +197,6 @@ _ENTRIES = (
         ("momentum=0 copied from a framework where it means the opposite", "statistics by hand that are not kept"),
         ("momentum=0.1", "keep what training divides by", "GroupNorm for small batches"),
         "a model that has just begun, and frozen normalisation with statistics of its own",
-        live=True,
     ),
     # --- initial state -----------------------------------------------------------------------------------------------
     Fault(
@@ -203,7 +206,6 @@ _ENTRIES = (
         ("a bias far below zero", "weights of one sign", "inputs far from zero mean"),
         ("start biases at 0", "nn.init.kaiming_normal_", "standardise the inputs"),
         "zero-initialised residual branches, which wake up after a step",
-        live=True,
     ),
     Fault(
         "init.zero_symmetric",
@@ -228,6 +230,7 @@ _ENTRIES = (
         ("normal_(0, 1) whatever the number of inputs",),
         ("kaiming_normal_ for rectifiers, xavier_uniform_ for tanh", "normalisation layers"),
         "a factor of a few through the depth",
+        live=False,
     ),
     # --- loss --------------------------------------------------------------------------------------------------------
     Fault(
@@ -261,7 +264,6 @@ _ENTRIES = (
         ("log(softmax(x)) by hand", "probabilities that are exactly 0"),
         ("log_softmax, logsigmoid, xlogy", "x.clamp(min=1e-6).log()"),
         "infinities that a mask takes out before loss and gradient",
-        live=True,
     ),
     Fault(
         "loss.reduction",
@@ -295,7 +297,6 @@ _ENTRIES = (
         ("many layers, or time steps, without normalisation", "a rate that is too high", "clipping after the step"),
         ("clip_norm=auto, or the value that the finding names", "lower the learning rate", "normalise"),
         "single large gradients: healthy runs have some of thirty times the median",
-        live=True,
     ),
     Fault(
         "gradient.vanishing",
@@ -305,7 +306,6 @@ _ENTRIES = (
         ("deep stacks of sigmoid or tanh", "weights drawn too small", "recurrence over many steps"),
         ("ReLU or GELU", "residual connections, normalisation", "LSTM or GRU in place of a plain RNN"),
         "converged networks, and zero-initialised branches",
-        live=True,
     ),
     Fault(
         "gradient.missing",
@@ -314,7 +314,6 @@ _ENTRIES = (
         ("detach, .data, .item(), numpy or no_grad on the way", "argmax or rounding", "a loss made anew from a number"),
         ("leave the graph whole", "a soft version of the choice (softmax, straight-through)"),
         "frozen layers, experts and embedding rows that this batch did not use",
-        live=True,
     ),
     Fault(
         "gradient.incorrect",
@@ -323,7 +322,6 @@ _ENTRIES = (
         ("a transposed matrix", "grad_output forgotten", "a term left out", "values changed through .data"),
         ("torch.autograd.gradcheck on the function", "let autograd derive it", "no in-place work on .data"),
         "kinks, stopped gradients, straight-through estimators and gradient reversal",
-        live=True,
     ),
     Fault(
         "gradient.nonfinite",
@@ -332,7 +330,6 @@ _ENTRIES = (
         ("sqrt or norm at 0", "0 * inf behind torch.where", "pow with a fractional exponent at 0"),
         ("sqrt(x + eps)", "make the input of the unused branch safe before torch.where"),
         "bad gradients that are thrown away",
-        live=True,
     ),
     Fault(
         "gradient.accumulating",
@@ -341,7 +338,6 @@ _ENTRIES = (
         ("optimizer.zero_grad() forgotten, or once an epoch",),
         ("optimizer.zero_grad() once for each optimizer.step()",),
         "accumulation on purpose: several backward passes, one step, then zero_grad",
-        live=True,
     ),
     Fault(
         "gradient.overclipped",
@@ -350,7 +346,6 @@ _ENTRIES = (
         ("a bound meant for another loss", "a loss summed over the batch"),
         ("the clip_norm that healthy norms suggest, or clip_norm=auto",),
         "Adam and its kin, which do not feel the scale",
-        live=True,
     ),
     # --- activations -------------------------------------------------------------------------------------------------
     Fault(
@@ -360,7 +355,6 @@ _ENTRIES = (
         ("a step that was too large", "a bias pushed far below zero"),
         ("a lower learning rate, or a warm-up", "LeakyReLU or GELU", "repair.dead_units=true"),
         "zeros among activations: 30 to 80 % are normal",
-        live=True,
     ),
     Fault(
         "activation.saturated",
@@ -369,7 +363,6 @@ _ENTRIES = (
         ("weights drawn too wide", "raw inputs"),
         ("xavier_uniform_", "standardise the inputs", "normalise in front"),
         "an output layer that has become sure",
-        live=True,
     ),
     Fault(
         "activation.exploding",
@@ -378,7 +371,6 @@ _ENTRIES = (
         ("residual sums without normalisation", "weights drawn too wide"),
         ("normalisation", "the last layer of each branch at zero", "kaiming_normal_"),
         "a factor of ten or a hundred",
-        live=True,
     ),
     Fault(
         "activation.collapsed",
@@ -387,7 +379,6 @@ _ENTRIES = (
         ("softmax over a dimension of length 1", "all units dead", "a bottleneck that lost its information"),
         ("softmax over the right dimension", "look at the first layer with no spread"),
         "a network that begins at nothing and has not begun to learn",
-        live=True,
     ),
     Fault(
         "forward.nonfinite",
@@ -396,7 +387,6 @@ _ENTRIES = (
         ("a division by zero", "exp of a large number", "softmax over a row that is masked as a whole"),
         ("the finding's own advice: it knows the operation and its operands",),
         "-inf in an attention mask",
-        live=True,
     ),
     # --- optimizer ---------------------------------------------------------------------------------------------------
     Fault(
@@ -406,7 +396,6 @@ _ENTRIES = (
         ("built before a head was replaced, or a copy was made", "only a part was passed"),
         ("build the optimizer last, from model.parameters()",),
         "parts that are frozen on purpose (requires_grad=False says so)",
-        live=True,
     ),
     Fault(
         "optimizer.lr_too_high",
@@ -415,7 +404,6 @@ _ENTRIES = (
         ("a rate ten or a hundred times too high", "no warm-up for a Transformer", "a loss summed over the batch"),
         ("a tenth of the rate", "a warm-up", "clip_norm"),
         "a few wild first steps that the run recovers from",
-        live=True,
     ),
     Fault(
         "optimizer.lr_too_low",
@@ -424,7 +412,6 @@ _ENTRIES = (
         ("a rate of another optimizer", "a schedule that has ended", "a typing slip in the exponent"),
         ("tenfold, and again, until updates are about 1e-3 of the weights",),
         "the end of a cosine, and a warm-up's first steps",
-        live=True,
     ),
     Fault(
         "optimizer.scheduler_misuse",
@@ -433,7 +420,6 @@ _ENTRIES = (
         ("an epoch's scheduler stepped at each batch", "a factor of 0", "built for an earlier optimizer"),
         ("scheduler_interval=step or epoch as it is meant", "look at the rate's curve"),
         "warm restarts and one-cycle schedules that end at nearly nothing",
-        live=True,
     ),
     Fault(
         "optimizer.step_missing",
@@ -442,7 +428,6 @@ _ENTRIES = (
         ("a condition around step() that is never true", "the call forgotten"),
         ("(index + 1) % n == 0 for accumulation",),
         "accumulation over many batches, and a loss scale that is settling",
-        live=True,
     ),
     Fault(
         "optimizer.weight_decay",
@@ -451,7 +436,6 @@ _ENTRIES = (
         ("a decay of 1 where 1e-4 was meant", "decay added to the loss as well"),
         ("1e-4 to 1e-2, at most 0.1 with AdamW", "none on norms and biases"),
         "weights that shrink a little while the loss falls",
-        live=True,
     ),
     # --- training ----------------------------------------------------------------------------------------------------
     Fault(
@@ -461,7 +445,6 @@ _ENTRIES = (
         ("a learning rate far too low or too high", "labels that do not belong to the inputs", "a cut graph"),
         ("overfit one batch", "look at the other findings: this is a symptom"),
         "a network that starts at its floor, noise in place of labels",
-        live=True,
     ),
     Fault(
         "training.oscillating",
@@ -470,7 +453,6 @@ _ENTRIES = (
         ("a learning rate that is too high", "tiny batches", "gradients that add up"),
         ("lower the rate", "larger batches"),
         "the noise of small batches, two batches in turn, opposed networks",
-        live=True,
     ),
     Fault(
         "training.diverging",
@@ -479,7 +461,6 @@ _ENTRIES = (
         ("a rate that rose", "an instability late in training"),
         ("a lower rate, clipping", "guard.nonfinite=rollback", "go back to a checkpoint"),
         "single spikes, warm restarts, losses that are added in",
-        live=True,
     ),
     Fault(
         "training.overfitting",
@@ -488,7 +469,6 @@ _ENTRIES = (
         ("too few samples for the network", "noisy labels"),
         ("early_stopping.patience, the best checkpoint", "augmentation, weight decay, dropout", "a smaller network"),
         "a gap between the curves, which every network has",
-        live=True,
     ),
     Fault(
         "training.plateau",
@@ -497,7 +477,6 @@ _ENTRIES = (
         ("a network that is too small", "a rate that fell too early"),
         ("a wider network", "another schedule"),
         "convergence, noise in the labels",
-        live=True,
     ),
     Fault(
         "memory.graph_retained",
@@ -506,7 +485,6 @@ _ENTRIES = (
         ("losses added up or kept as tensors", "evaluation with gradients"),
         ("loss.item() or loss.detach()", "torch.no_grad() in evaluation"),
         "one loss that is still alive",
-        live=True,
     ),
     Fault(
         "precision.overflow",
@@ -515,7 +493,6 @@ _ENTRIES = (
         ("sums of squares in float16", "gradients that are truly too large"),
         ("precision=bf16", "compute sums and norms in float32"),
         "a loss scale's search in the first steps",
-        live=True,
     ),
     Fault(
         "precision.underflow",
@@ -524,7 +501,6 @@ _ENTRIES = (
         ("bfloat16 weights with a small rate", "an eps that is zero in float16"),
         ("float32 weights with autocast", "eps=1e-4 for Adam in float16"),
         "some small weights that stand still for a step",
-        live=True,
     ),
 )  # fmt: skip
 

@@ -182,6 +182,8 @@ class PreflightConfig:
     """Ids of the checks to run; null runs all."""
     budget_s: float = 60.0
     """Seconds that all checks together may take."""
+    label_noise: bool = False
+    """Let the data check list samples whose label is likely wrong; needs the extra label-noise (cleanlab)."""
 
     def __post_init__(self) -> None:
         _hold(

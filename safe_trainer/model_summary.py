@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,10 +19,13 @@ TABLE_ROWS = 24
 """Most rows of the table: what fits a screen together with the start of the run."""
 
 
-def model_summary(model: nn.Module) -> Table:
+def model_summary(model: nn.Module, shapes: Mapping[str, str] | None = None) -> Table:
     """The layers of `model` with their parameter counts, as deep as fits a screen; alike neighbours share a row.
 
     A parameter or module that is used in several places is counted once, at the first.
+
+    Args:
+        shapes: what each module by its name puts out, in words; a column of its own where it is given.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
     root = _layer("", model, set(), set())
@@ -30,13 +33,16 @@ def model_summary(model: nn.Module) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False, show_footer=True, header_style="dim", border_style="dim")
     table.add_column("layer", "total", overflow="fold")
     table.add_column("class", overflow="fold")
+    if shapes:
+        table.add_column("output", overflow="fold")
     table.add_column("parameters", f"{known}{root.count:,}", justify="right", no_wrap=True)
     table.add_column("", Text(_totals(model, root)))
     for depth, layer in _fitting_rows(root):
         name = Text("  " * depth + literal(layer.name))
         count = f"{layer.count:,}" if layer.count else ""
         style = "" if layer.count else "dim"
-        table.add_row(name, Text(literal(layer.kind)), count, Text(layer.note(), "dim"), style=style)
+        output = [Text(literal(shapes.get(layer.path, "")))] if shapes else []
+        table.add_row(name, Text(literal(layer.kind)), *output, count, Text(layer.note(), "dim"), style=style)
     return table
 
 
@@ -51,6 +57,8 @@ class Layer:
 
     name: str
     kind: str
+    path: str = ""
+    """Its name in the whole model, as in layer1.0.conv1."""
     count: int = 0
     trainable: int = 0
     shared: bool = False
@@ -70,9 +78,9 @@ class Layer:
         return ", ".join(word for word in words if word)
 
 
-def _layer(name: str, module: nn.Module, params_met: set[int], modules_met: set[int]) -> Layer:
+def _layer(name: str, module: nn.Module, params_met: set[int], modules_met: set[int], path: str = "") -> Layer:
     """The tree of layers from `module` down; parameters and modules met before are not counted again."""
-    layer = Layer(name, type(module).__name__)
+    layer = Layer(name, type(module).__name__, path)
     if id(module) in modules_met:
         layer.shared = any(True for _ in module.parameters())
         return layer
@@ -86,7 +94,8 @@ def _layer(name: str, module: nn.Module, params_met: set[int], modules_met: set[
         params_met.add(id(parameter))
     for child_name, child in module._modules.items():  # named_children() leaves out a module that stands there twice
         if child is not None:
-            layer.below.append(_layer(child_name, child, params_met, modules_met))
+            child_path = f"{path}.{child_name}" if path else child_name
+            layer.below.append(_layer(child_name, child, params_met, modules_met, child_path))
     layer.count += sum(child.count for child in layer.below)
     layer.trainable += sum(child.trainable for child in layer.below)
     layer.lazy |= any(child.lazy for child in layer.below)
@@ -96,7 +105,7 @@ def _layer(name: str, module: nn.Module, params_met: set[int], modules_met: set[
 def _fitting_rows(root: Layer) -> list[tuple[int, Layer]]:
     """Rows (indentation, layer) down to the deepest level at which all fit; the middle is left out if none does."""
     if not root.below:
-        return [(0, Layer("(model)", root.kind, root.count, root.trainable, root.shared, root.lazy))]
+        return [(0, Layer("(model)", root.kind, "", root.count, root.trainable, root.shared, root.lazy))]
     rows = list(_rows(root, 1))
     for deepest in range(2, 100):  # deeper nesting than any model has: ends when a level more adds nothing
         more = list(_rows(root, deepest))
@@ -135,7 +144,7 @@ def _folded(layers: list[Layer]) -> Layer:
     """Several layers alike as one."""
     first, times = layers[0], len(layers)
     name, kind = f"{first.name} .. {layers[-1].name}", f"{times:,} x {first.kind}"
-    return Layer(name, kind, first.count * times, first.trainable * times, first.shared, first.lazy)
+    return Layer(name, kind, layers[-1].path, first.count * times, first.trainable * times, first.shared, first.lazy)
 
 
 def _totals(model: nn.Module, root: Layer) -> str:

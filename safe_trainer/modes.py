@@ -34,7 +34,7 @@ LATER = {
 
 def train(config: Config, build: Build) -> float | None:
     """Train; the figure that a sweep looks at."""
-    from safe_trainer.terminal import show_start, verdict
+    from safe_trainer.terminal import verdict
 
     if config.resume == "last" and config.run_dir is None:
         raise ConfigError(["resume=last needs run_dir=FOLDER, the folder of the run to go on with (got none)"])
@@ -43,7 +43,7 @@ def train(config: Config, build: Build) -> float | None:
         trainer = build(config, folder)
         trainer.report.path = folder
         if config.progress:
-            show_start({"run": config.name, "device": trainer.device, "folder": folder}, trainer.model)
+            _show_start(config, trainer, folder)
         ended: str | None = f"The run was broken off; {folder} holds its log and its checkpoints."
         try:
             trainer.run()
@@ -55,6 +55,14 @@ def train(config: Config, build: Build) -> float | None:
             if config.progress or not trainer.report.ok:
                 verdict(trainer.report, ended)
     return trainer.report.metrics.get(config.checkpoint.metric)
+
+
+def _show_start(config: Config, trainer: SafeTrainer, folder: Path) -> None:
+    from safe_trainer.terminal import show_start
+
+    facts = {"run": config.name, "device": trainer.device, "folder": folder}
+    shapes = trainer.output_shapes() if config.preflight.enabled and config.resume is None else {}
+    show_start(facts, trainer.model, shapes=shapes)
 
 
 def preflight(config: Config, build: Build) -> None:
@@ -70,6 +78,8 @@ def preflight(config: Config, build: Build) -> None:
     with log_file(folder / "train.log"):
         trainer = build(config, folder)
         trainer.report.path = folder
+        if config.progress:
+            _show_start(config, trainer, folder)
         results = trainer.preflight()
         (folder / "preflight.json").write_text(trainer.report.to_json(indent=2), encoding="utf-8")
         failed = [result.name for result in results if result.status is Status.failed]
@@ -179,7 +189,7 @@ def fault_entry(name: str) -> str:
             [f"fault must be an id of docs/faults.md (got {name!r}){did_you_mean(name, list(CATALOGUE))}"]
         )
     fault = CATALOGUE[name]
-    proof = fault.established if fault.live else f"{fault.established} (comes with the checks before a run)"
+    proof = fault.established if fault.live else f"{fault.established} (comes with a later version)"
     parts = [
         ("established by", (proof,)),
         ("likely causes", fault.causes),

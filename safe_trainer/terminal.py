@@ -274,7 +274,9 @@ STATUS_COLORS = {Status.passed: "green", Status.warned: "yellow", Status.failed:
 
 
 def _check_line(result: CheckResult) -> RenderableType:
-    """Status, name, seconds and evidence of a check, its evidence wrapped beside them."""
+    """Status, name, seconds, what was found and the evidence of a check, wrapped beside the others."""
+    alarms = [f"{finding.fault}{f' in {finding.where}' if finding.where else ''}" for finding in result.findings
+              if finding.is_alarm]  # fmt: skip
     line = Table.grid(padding=(0, 2, 0, 0))
     line.add_column(width=4)
     line.add_column(width=13)
@@ -284,18 +286,23 @@ def _check_line(result: CheckResult) -> RenderableType:
         Text(result.status.value, STATUS_COLORS[result.status]),
         Text(literal(result.name)),
         Text(f"{result.seconds:.1f} s", "dim"),
-        Text(literal(result.evidence)),
+        Text.assemble((literal("".join(f"{alarm}; " for alarm in alarms)), "bold"), literal(result.evidence)),
     )
     return line
 
 
-def show_start(facts: Mapping[str, object], model: nn.Module | None = None, console: Console | None = None) -> None:
-    """Print the layers of `model`, then what the run is (its name, data, device, folder ...) as one line each."""
+def show_start(
+    facts: Mapping[str, object],
+    model: nn.Module | None = None,
+    console: Console | None = None,
+    shapes: Mapping[str, str] | None = None,
+) -> None:
+    """Print the layers of `model` with the shapes they put out, where known, then what the run is (its name, data, device, folder ...) as one line each."""
     console = console or Screen(highlight=False)
     width = max((len(label) for label in facts), default=0)
     with Trouble("the terminal").contained():
         if model is not None:
-            console.print(model_summary(model))
+            console.print(model_summary(model, shapes))
         for label, fact in facts.items():
             line = Text.assemble((f"{label:<{width}}  ", "dim"), literal(str(fact)))
             console.print(line, soft_wrap=True)  # unbroken, so that a path can be copied

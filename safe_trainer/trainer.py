@@ -35,7 +35,7 @@ from safe_trainer.loop import DEFAULT_EPOCHS, Loop, TrainStep
 from safe_trainer.nonfinite import circumstances_of, finding_from_trace, load_attempt
 from safe_trainer.output import Output
 from safe_trainer.precision import Precision
-from safe_trainer.preflight import Program, check_program, learning_rate
+from safe_trainer.preflight import Program, check_program, learning_rate, summary
 from safe_trainer.preflight.clock import Clock
 from safe_trainer.preflight.learning_rate import LearningRateCurve
 from safe_trainer.preflight.outcome import ProgramFailed, Skip
@@ -223,6 +223,18 @@ class SafeTrainer:
             precision=self.precision,
             device=self.device,
         )
+
+    def output_shapes(self) -> dict[str, str]:
+        """What each module puts out for a batch of a few samples, by its name; empty where that cannot be told."""
+        program = self._program()
+        try:
+            with program.preserved():
+                return summary.output_shapes(program)
+        except Exception as reason:  # for show only; what is wrong with the program is said when it is checked
+            log.debug("No shapes of outputs: %s", reason)
+            return {}
+        finally:
+            self.train_loader = program.train_loader
 
     def find_lr(self) -> LearningRateCurve:
         """Loss along a ramp of learning rates, and a suggestion; the program is left as it is. Files go to the folder.

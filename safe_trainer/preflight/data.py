@@ -17,6 +17,7 @@ from safe_trainer.preflight import (
     data_causal,
     data_labels,
     data_leak,
+    data_noise,
     data_order,
     data_probe,
     data_scale,
@@ -93,6 +94,8 @@ def _parts(program: Program, look: Look, clock: Clock) -> Iterator[tuple[str, Ca
     yield "relation", lambda: data_probe.misaligned(train, held_out, labels, look.quantity, clock)
     yield "scale", lambda: data_scale.unnormalized(program, train, calls, clock)
     yield "balance", lambda: data_balance.imbalance(program, train, labels, clock)
+    if program.config.preflight.label_noise:
+        yield "label noise", lambda: data_noise.label_noise(train, labels)
 
 
 def _look(program: Program, clock: Clock) -> Look:

@@ -49,7 +49,7 @@ def misaligned(
 ) -> list[Finding]:
     """Labels of other samples: those of the neighbour, or anybody's."""
     goal = _goal(labels, quantity)
-    features = _features(table)
+    features = features_of(table)
     if goal is None or features is None or len(features) < FEWEST or len(features) != len(goal[1]):
         return []
     name, values, classes = goal
@@ -84,7 +84,7 @@ def _goal(labels: Labels | None, quantity: tuple[str, Tensor] | None) -> tuple[s
     return quantity[0], quantity[1].double().numpy(), False
 
 
-def _features(table: Table) -> np.ndarray | None:
+def features_of(table: Table) -> np.ndarray | None:
     """One row of standardised numbers a sample; None where inputs are no plain numbers."""
     values = table.only_input()
     if values is None or values.numel() < len(values):
@@ -218,7 +218,7 @@ def _unrelated(
 
 
 def _held_out_relation(name: str, held_out: Table, classes: bool, labels: Labels | None) -> str | None:
-    features = _features(held_out) if len(held_out) >= FEWEST else None
+    features = features_of(held_out) if len(held_out) >= FEWEST else None
     if features is None:
         return None
     if labels is not None:

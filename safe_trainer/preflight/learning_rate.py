@@ -27,6 +27,8 @@ DIVERGED = 4.0
 """Times the best smoothed loss, above its first, at which the ramp ends (the customary factor of range tests)."""
 FELL = 0.05
 """Share of the first loss that must be gone at some rate before a suggestion is more than noise."""
+BEGUN = 0.1
+"""Share of the whole fall after which it has begun: a steep step before that is noise."""
 BEYOND = 10.0
 """Times the rate at which the ramp diverged from which a configured rate is called too high: the ramp diverges somewhat
 late, as its steps have only just begun to be large, and an optimizer with momentum later still."""
@@ -44,6 +46,7 @@ class LearningRateCurve:
     losses: list[float] = field(default_factory=list)
     """As they came, one for each rate."""
     smoothed: list[float] = field(default_factory=list)
+    """Their running average, with the differences between the batches taken out."""
     suggestion: float | None = None
     """A tenth of the rate at which the loss falls fastest (on a log axis); None if the curve does not show one."""
     valley: float | None = None
@@ -121,6 +124,7 @@ def find(program: Program, clock: Clock) -> LearningRateCurve:
     if len(program.optimizers) > 1 or needs_closure(program.optimizer):
         raise Skip("a ramp of rates needs one optimizer that steps once for each batch")
     curve, batches = LearningRateCurve(), program.batches()
+    baseline: list[float] = []
     groups = program.optimizer.param_groups
     first = float(groups[0]["lr"]) or 1.0
     shares = [float(group["lr"]) / first or 1.0 for group in groups]
@@ -138,7 +142,11 @@ def find(program: Program, clock: Clock) -> LearningRateCurve:
         if not math.isfinite(loss):
             curve.diverged_at = rate
             break
-        average = SMOOTHING * average + (1 - SMOOTHING) * loss
+        if number < len(batches):
+            baseline.append(loss)
+        # Less what the batch had at rates that change nothing: else the curve shows which batches are hard.
+        level = baseline[0] + loss - baseline[number % len(batches)]
+        average = SMOOTHING * average + (1 - SMOOTHING) * level
         curve.rates.append(rate)
         curve.losses.append(loss)
         curve.smoothed.append(average / (1 - SMOOTHING ** (number + 1)))
@@ -166,18 +174,19 @@ def _suggest(curve: LearningRateCurve) -> None:
     if fell < FELL or best < 3:
         curve.reason = f"no suggestion: the loss never fell by more than {max(fell, 0):.1%}"
         return
-    slopes = [(smoothed[at + 1] - smoothed[at - 1]) / 2 for at in range(1, best)]
-    steepest = 1 + min(range(len(slopes)), key=slopes.__getitem__)
-    curve.suggestion, curve.valley = rates[steepest] / 10, _valley(curve)
+    mark = smoothed[0] - BEGUN * (smoothed[0] - smoothed[best])
+    begun = max(1, *(at for at in range(best) if smoothed[at] > mark))
+    steepest = min(range(begun, best), key=lambda at: smoothed[at + 1] - smoothed[at - 1])
+    curve.suggestion, curve.valley = rates[steepest] / 10, _valley(curve, begun)
     curve.reason = (
         f"suggested {curve.suggestion:.2g}, a tenth of where the loss falls fastest (valley: {curve.valley:.2g})"
     )
 
 
-def _valley(curve: LearningRateCurve) -> float:
-    """The rate two thirds down the longest run of points that only falls."""
-    start, longest = 0, (0, 0)
-    for at in range(1, len(curve.smoothed)):
+def _valley(curve: LearningRateCurve, begun: int) -> float:
+    """The rate two thirds down the longest run of points that only falls, once the fall has begun."""
+    start, longest = begun, (0, begun)
+    for at in range(begun + 1, len(curve.smoothed)):
         if curve.smoothed[at] >= curve.smoothed[at - 1]:
             start = at
         longest = max(longest, (at - start, start))

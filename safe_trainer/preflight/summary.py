@@ -41,5 +41,18 @@ def check(program: Program, clock: Clock) -> CheckResult:
     return judged("; ".join(part for part in parts if part))
 
 
+def output_shapes(program: Program) -> dict[str, str]:
+    """The shapes that each module puts out in one step, by its name.
+
+    Raises:
+        Skip: there is no batch, or nothing of it can be run.
+        ProgramFailed: the program raises.
+    """
+    return {
+        call.name: ", ".join(str(tuple(tensor.shape)) for tensor in tensors(call.output))
+        for call in trace_step(program, program.batch()).modules
+    }
+
+
 def _bytes(values: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in values)

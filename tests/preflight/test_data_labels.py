@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import WeightedRandomSampler
 
-from tests.preflight.checking import (
+from preflight.checking import (
     alarms,
     classifier,
     convnet,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from tests.preflight.checking import (
+from preflight.checking import (
     alarms,
     classifier,
     convnet,
