@@ -31,6 +31,12 @@ LOGARITHMS = ("log", "log2", "log10", "log1p", "xlogy", "logit")
 KEYS = frozenset({"step", "known", "batch", "model", "in_eval", "generators"})
 """What a saved step holds."""
 
+DIVERGED = "training.diverging"
+"""Told under a non-finite step whose numbers had grown before: what drives training apart explains the step then."""
+GROWN = 1e12
+"""Size of operands from which an infinity is the end of a growth: no network computes with such numbers on purpose, and
+an exponential or a division that overflows by itself does so on far smaller ones."""
+
 UNKNOWN = "a tensor from outside the step"
 """What the tracer calls a tensor that is neither in the batch nor the model's."""
 
@@ -82,22 +88,37 @@ def finding_from_trace(trace: Trace | None, known: Circumstances) -> Finding:
     if known.moves:
         evidence += f"; {_moved(known)}"
     where = culprit.name if culprit.outside and culprit.name != UNKNOWN else culprit.module
-    return _finding(fault_of(culprit), known.step, evidence, cause, remedy, where, culprit.source)
+    grown = poison is not None or _has_grown(culprit)
+    return _finding(fault_of(culprit), known.step, evidence, cause, remedy, where, culprit.source, grown)
+
+
+def _has_grown(culprit: Culprit) -> bool:
+    """Whether an operation of the step was given huge numbers."""
+    ends = [end for operand in culprit.operands for end in (operand.minimum, operand.maximum) if end is not None]
+    return not culprit.outside and max(map(abs, ends), default=0.0) >= GROWN
 
 
 def finding_of_weight(name: str, others: int, step: int, poison: Poison) -> Finding:
     """A weight that turned out to be non-finite when no step was there to trip over it."""
     more = f", and so do {others} more parameters" if others else ""
     evidence = f"{name} holds a NaN or an infinity after step {step}{more}; {poison.evidence}"
-    return _finding("forward.nonfinite", step, evidence, poison.cause, poison.remedy, name)
+    return _finding("forward.nonfinite", step, evidence, poison.cause, poison.remedy, name, grown=True)
 
 
 def _finding(
-    fault: str, step: int, evidence: str, cause: str, remedy: str, where: str | None = None, source: str | None = None
+    fault: str,
+    step: int,
+    evidence: str,
+    cause: str,
+    remedy: str,
+    where: str | None = None,
+    source: str | None = None,
+    grown: bool = False,
 ) -> Finding:
     return Finding(
         fault=fault, severity=Severity.error, stage="training", where=where, step=step, source=source,
         evidence=evidence, cause=cause, remedy=remedy,
+        symptoms=(DIVERGED,) if grown else (),
     )  # fmt: skip
 
 

@@ -297,7 +297,11 @@ def show_start(
     console: Console | None = None,
     shapes: Mapping[str, str] | None = None,
 ) -> None:
-    """Print the layers of `model` with the shapes they put out, where known, then what the run is (its name, data, device, folder ...) as one line each."""
+    """Print the layers of `model`, then what the run is (its name, data, device, folder ...) as one line each.
+
+    Args:
+        shapes: what each layer puts out, where that is known.
+    """
     console = console or Screen(highlight=False)
     width = max((len(label) for label in facts), default=0)
     with Trouble("the terminal").contained():

@@ -65,7 +65,32 @@ EXPLAINS: dict[str, frozenset[str]] = {
     "data.constant_input": _IDLE | {"activation.dead", "activation.collapsed"},
 }
 """For each cause, the faults that follow from it. What the fuse has caught stands for itself: its line is a place to
-mend, whatever the cause."""
+mend, whatever the cause; unless its numbers had grown huge before."""
+
+_DRIVES_APART = frozenset(EXPLAINS) & (_UNSTABLE | {
+    "data.unnormalized", "data.mutated_inplace", "gradient.accumulating", "gradient.incorrect", "init.scale",
+    "loss.reduction", "loss.wrong_sign", "precision.underflow",
+})  # fmt: skip
+"""What makes numbers grow until they are no longer finite."""
+_NONFINITE = ("forward.nonfinite", "gradient.nonfinite")
+_AT_THE_START = {
+    name: frozenset({"optimizer.lr_too_high", "init.loss_off", "training.diverging"})
+    for name in ("activation.exploding", "gradient.exploding", "init.scale", "data.unnormalized")
+}
+"""Before the first step no rate has done anything yet: what is too large then makes any rate too high."""
+
+
+def _follows(finding: Finding, cause: Finding) -> bool:
+    """Whether the one is explained by the other."""
+    if finding is cause:
+        return False
+    if finding.fault in _NONFINITE and "training.diverging" in finding.symptoms and cause.fault in _DRIVES_APART:
+        return True
+    if cause.stage == "preflight" and finding.fault in _AT_THE_START.get(cause.fault, ()):
+        return True
+    if finding.stage == "preflight" and cause.fault in _AT_THE_START.get(finding.fault, ()):
+        return False
+    return finding.fault in EXPLAINS.get(cause.fault, frozenset())
 
 
 def explained(findings: Iterable[Finding]) -> frozenset[str]:
@@ -84,11 +109,7 @@ def folded(findings: Iterable[Finding]) -> list[Finding]:
     for cause in list(kept):
         if cause.severity is Severity.info or cause not in kept:
             continue
-        explained = [
-            finding
-            for finding in kept
-            if finding is not cause and finding.fault in EXPLAINS.get(cause.fault, frozenset())
-        ]
+        explained = [finding for finding in kept if _follows(finding, cause)]
         if not explained:
             continue
         place = kept.index(cause)

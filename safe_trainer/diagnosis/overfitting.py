@@ -1,8 +1,8 @@
 """The training loss goes on falling while the validation loss has long turned: `training.overfitting`. Pure.
 
 One noisy evaluation proves nothing, and a gap alone is normal (dropout and augmentation even turn it round). So both
-curves must part: the validation loss stays far above its best for the whole later half of the evaluations, rises there,
-and the training loss has meanwhile fallen to a fraction of what it was at that best.
+curves must part: the validation loss rises over the later half of the evaluations, stays far above its best in the last
+quarter, and the training loss has meanwhile fallen to a fraction of what it was at that best.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ ABOVE = 1.5
 FALLEN = 0.5
 """Training loss over that at the best evaluation."""
 NEAR = 20
-"""Steps whose median is the training loss there."""
+"""Steps at most whose median is the training loss there; no more than up to the next evaluation."""
+FEWEST = 3
+"""Steps at least: one loss is chance."""
 
 
 def overfitting(evidence: Evidence) -> list[Finding]:
@@ -33,15 +35,13 @@ def overfitting(evidence: Evidence) -> list[Finding]:
         return []
     best = losses.index(min(losses))
     later = losses[best + 1 :]
-    half = later[len(later) // 2 :]
-    if (
-        len(later) < LEAST
-        or min(half) < ABOVE * losses[best]
-        or median_high(half) <= median_high(later[: len(later) // 2])
-    ):
+    half, end = later[len(later) // 2 :], later[-max(LEAST // 2, len(later) // 4) :]
+    rises = len(later) >= LEAST and median_high(half) > median_high(later[: len(later) // 2])
+    if not rises or min(end) < ABOVE * losses[best]:
         return []
     # After the best evaluation, not before: the first epoch's losses are mostly those of an untrained network.
-    then = _training_loss(evidence, rows[best]["step"], rows[best]["step"] + NEAR)
+    until = min(rows[best]["step"] + NEAR, max(rows[best + 1]["step"], rows[best]["step"] + FEWEST))
+    then = _training_loss(evidence, rows[best]["step"], until)
     now = _training_loss(evidence, rows[-1]["step"] - NEAR, rows[-1]["step"])
     if then is None or now is None or now > FALLEN * then:
         return []

@@ -110,8 +110,8 @@ def swallowed_updates(record: Record, plan: Plan) -> Iterator[Finding]:
         return
     sizes = [_size(facts) for facts in halves]
     share = sum((facts.unchanged or 0.0) * size for facts, size in zip(halves, sizes, strict=True)) / sum(sizes)
-    if share < LOST or sum(facts.steps for facts in record.optimizers) < 0.2 * record.steps:
-        return
+    if share < LOST or sum(look.stepped for look in record.looks) < 0.2 * len(record.looks):
+        return  # a few large steps in as many backward passes
     yield found(
         "precision.underflow",
         Severity.warning,

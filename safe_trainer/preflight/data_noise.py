@@ -1,7 +1,7 @@
 """Labels that are likely wrong, asked for by `preflight.label_noise`. Reads tables; needs the extra label-noise.
 
-Confident learning (Northcutt, Jiang and Chuang, "Confident learning: estimating uncertainty in dataset labels", 2021) as
-cleanlab has it, over probabilities that a simple model gives to samples which it has not seen.
+Confident learning (Northcutt, Jiang and Chuang, "Confident learning: estimating uncertainty in dataset labels",
+2021) as cleanlab has it, over probabilities that a simple model gives to samples which it has not seen.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FOLDS = 5
 FEWEST = 10
 """Samples of a class below which its probabilities say nothing."""
 LEAST = 0.5
-"""Accuracy of the probe, over that of the most frequent class, below which it cannot tell a wrong label from a hard one."""
+"""Accuracy of the probe above the most frequent class below which it cannot tell a wrong label from a hard one."""
 LISTED = 10
 """Samples that the evidence lists."""
 

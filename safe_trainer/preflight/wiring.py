@@ -12,18 +12,19 @@ from safe_trainer.preflight.program import Program
 from safe_trainer.preflight.reach import foreign_leaves, nothing_reached
 from safe_trainer.preflight.shapes import broadcast_in_loss, softmax_of_one
 from safe_trainer.preflight.traced import TracedStep, trace_step
+from safe_trainer.preflight.unreached import unreached
 
 Look = Callable[[Program, TracedStep], Iterator[Finding]]
 
-LOOKS: tuple[Look, ...] = (nothing_reached, foreign_leaves, broadcast_in_loss, softmax_of_one, loss_inputs)
+LOOKS: tuple[Look, ...] = (nothing_reached, unreached, foreign_leaves, broadcast_in_loss, softmax_of_one, loss_inputs)
 
 
 def check(program: Program, clock: Clock) -> CheckResult:
     """Trace one small batch and look at it from each side."""
     step = trace_step(program, program.batch())
-    findings = [found for look in LOOKS for found in look(program, step)]
     trainable = [parameter for parameter in program.model.parameters() if parameter.requires_grad]
     reached = sum(parameter.grad is not None for parameter in trainable)
+    findings = [found for look in LOOKS for found in look(program, step)]
     return judged(
         f"{reached} of {len(trainable)} trainable parameters get a gradient; {len(step.calls)} calls seen", findings
     )

@@ -2,10 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
-from torch.utils.data import WeightedRandomSampler
-
 from preflight.checking import (
     alarms,
     classifier,
@@ -17,6 +13,9 @@ from preflight.checking import (
     regressor,
     silent,
 )
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import WeightedRandomSampler
 
 
 class TestRange:

@@ -4,9 +4,6 @@ import math
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
-
 from preflight.checking import (
     alarms,
     classifier,
@@ -18,6 +15,8 @@ from preflight.checking import (
     regressor,
     silent,
 )
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 
 class TestNonfinite:

@@ -211,3 +211,60 @@ def test_a_step_of_the_users_own_is_traced_too(alarms):
     model = mlp()
     found, _ = alarms("wiring", model, None, sgd(model), loader_of(blobs()), train_step=step)
     assert [name for name, _ in found] == ["loss.double_softmax"]
+
+
+class Routed(nn.Module):
+    """Two experts, and a router whose choice has no gradient unless it is soft."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.router = how, nn.Linear(8, 2)
+        self.experts = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
+
+    def forward(self, inputs):
+        scores = self.router(inputs)
+        if self.how == "argmax":
+            gate = functional.one_hot(scores.argmax(1), 2).float()
+        elif self.how == "rounded":
+            gate = scores.softmax(1).round()
+        elif self.how == "straight":
+            soft = scores.softmax(1)
+            gate = soft + (functional.one_hot(soft.argmax(1), 2) - soft).detach()
+        else:
+            gate = scores.softmax(1)
+        return sum(gate[:, k : k + 1] * expert(inputs) for k, expert in enumerate(self.experts))
+
+
+@pytest.mark.parametrize(("how", "wrong"), [("argmax", True), ("rounded", True), ("straight", False), ("soft", False)])
+def test_a_choice_that_has_no_gradient(how, wrong, alarms):
+    model = Routed(how)
+    found, _ = alarms("wiring", model, nn.CrossEntropyLoss(), sgd(model), loader_of(blobs()))
+    assert found == ([("gradient.missing", "router")] if wrong else [])
+
+
+class Detached(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.body, self.head = how, nn.Linear(8, 16), nn.Linear(16, 3)
+        self.unused = nn.Linear(8, 3)
+        if how == "frozen":
+            self.body.requires_grad_(False)
+
+    def forward(self, inputs):
+        if self.how == "average":  # moved by hand, as the teacher of a student is
+            with torch.no_grad():
+                self.body.weight.mul_(0.999)
+        hidden = self.body(inputs)
+        hidden = hidden if self.how == "plain" else hidden.detach()
+        return self.head(hidden.relu())
+
+
+@pytest.mark.parametrize("how", ["left in", "plain", "frozen", "average", "not held", "evaluation"])
+def test_a_detach_that_was_left_in(how, alarms):
+    model = Detached(how)
+    optimizer = torch.optim.SGD(model.head.parameters() if how == "not held" else model.parameters(), lr=0.1)
+    if how == "evaluation":
+        model.body.eval()
+    found, _ = alarms("wiring", model, nn.CrossEntropyLoss(), optimizer, loader_of(blobs()))
+    missing = [where for fault, where in found if fault == "gradient.missing"]
+    assert missing == (["body"] if how == "left in" else [])
