@@ -140,10 +140,19 @@ class SafeTrainer:
             SafetyError: an error was found and `on_fault` is stop; its ``report`` holds the findings.
         """
         if self.config.preflight.enabled and not self._goes_on():
+            refuse_leavings(self.folder, self.config.resume)
             self.preflight()
             if not self.report.ok and self.config.on_fault is OnFault.stop:
+                self._alert()
                 raise SafetyError(self.report)
         return self.fit()
+
+    def _alert(self) -> None:
+        """Tell those who want alerts of a run that ends before its first step."""
+        output, _ = self._output()
+        for finding in self.report.findings:
+            output.alerts.deliver(finding, output.sinks)
+        output.close()
 
     def _goes_on(self) -> bool:
         """Whether this run was begun, and so checked, before."""
@@ -171,6 +180,8 @@ class SafeTrainer:
         save_start(self.folder, self.config, sys.argv)
         if self.config.resume is not None:
             output.start_after(self.loop.position.step)
+        for finding in self.loop.before:
+            output.alerts.deliver(finding, output.sinks)
         try:
             with progress:
                 self._prepare_modes()

@@ -245,3 +245,21 @@ def test_the_library_takes_the_callables_themselves(run_config):
         trained(mlp(), lambda **k: run_config(**k, **{"alerts.call": {"x": {"_target_": "a.b"}}}), [])
     with pytest.raises(ConfigError, match="alerts must hold callables"):
         trained(mlp(), run_config, [3])
+
+
+@pytest.mark.preflight
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_what_is_found_before_the_run_alerts_too(goes_on, tmp_path, run_config):
+    told = []
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    nn.init.constant_(model[0].bias, -100.0)
+    settings = {"preflight.checks": ["init"], "on_fault": "report" if goes_on else "stop"}
+    sink = JsonLines(tmp_path)
+    trainer = trained(model, lambda **more: run_config(**more, **settings), [told.append], loggers=[sink], steps=5)
+    if goes_on:
+        trainer.run()
+    else:
+        with pytest.raises(SafetyError):
+            trainer.run()
+    assert [entry.fault for entry in told] == ["init.dead"]
+    assert '"init.dead"' in (tmp_path / "alerts.jsonl").read_text()

@@ -73,11 +73,14 @@ def exploding_gradients(evidence: Evidence) -> list[Finding]:
 def _onset(norms: Sequence[float]) -> int | None:
     """Where the norms leave their past: the first of two in three that are far beyond its median."""
     past: list[float] = []
+    least = math.inf
     for place, norm in enumerate(norms):
-        if len(past) >= LEAST and not norm <= FAR * median_high(past[-RECENT:]):
+        # The median is no less than the smallest so far, which is quicker to know.
+        if len(past) >= LEAST and not norm <= FAR * least:
             bound = FAR * median_high(past[-RECENT:])
-            if sum(not value <= bound for value in norms[place : place + 3]) >= 2:
+            if not norm <= bound and sum(not value <= bound for value in norms[place : place + 3]) >= 2:
                 return place
         if math.isfinite(norm):
             past.append(norm)
+            least = min(least, norm)
     return None

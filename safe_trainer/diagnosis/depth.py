@@ -6,6 +6,7 @@ ends of one network are compared at one step, the ratio must last, and the loss 
 
 from __future__ import annotations
 
+import itertools
 import math
 from statistics import median_high
 
@@ -30,8 +31,11 @@ LEAST_LAYERS = 6
 
 def vanishing_gradients(evidence: Evidence) -> list[Finding]:
     """The first weights learn next to nothing beside the last ones, and neither does the network."""
-    latest = [measured for measured in evidence.measurements if _gradients(measured)][-MEASURED:]
-    if len(latest) < MEASURED or has_learned(evidence):
+    if len(evidence.measurements) < MEASURED or has_learned(evidence):
+        return []
+    having = (measured for measured in reversed(evidence.measurements) if _gradients(measured))
+    latest = list(itertools.islice(having, MEASURED))[::-1]
+    if len(latest) < MEASURED:
         return []
     ratios = [_ratio_of_gradients(measured) for measured in latest]
     if not all(ratio is not None and 0 < ratio < FADED for ratio in ratios):

@@ -54,11 +54,17 @@ def rate_too_high(evidence: Evidence) -> list[Finding]:
 
 def rate_too_low(evidence: Evidence) -> list[Finding]:
     """Updates are tiny beside the weights in every measured step, and no step helps even its own batch."""
-    steps = len(evidence.columns.get("loss", ()))
-    measured = [entry for entry in evidence.measurements if _typical_update(entry) is not None]
-    ratios = [_typical_update(entry) or 0.0 for entry in measured]
-    probes = evidence.probes[-PROBES:]
-    if steps < SETTLED or len(ratios) < PROBES or len(probes) < PROBES or has_learned(evidence):
+    steps, probes = len(evidence.columns.get("loss", ())), evidence.probes[-PROBES:]
+    if steps < SETTLED or len(probes) < PROBES or has_learned(evidence):
+        return []
+    measured, ratios = [], []
+    for entry in reversed(evidence.measurements):
+        ratio = _typical_update(entry)
+        if ratio is not None:
+            if ratio >= TINY_STEP:
+                return []
+            measured, ratios = [entry, *measured], [ratio, *ratios]
+    if len(ratios) < PROBES:
         return []
     helped = max(abs(probe.before - probe.after) / (abs(probe.before) or 1.0) for probe in probes)
     if not 0 < max(ratios) < TINY_STEP or helped > NOTHING:
