@@ -57,7 +57,8 @@ def rate_too_low(evidence: Evidence) -> list[Finding]:
     steps, probes = len(evidence.columns.get("loss", ())), evidence.probes[-PROBES:]
     if steps < SETTLED or len(probes) < PROBES or has_learned(evidence):
         return []
-    measured, ratios = [], []
+    measured: list[Measurement] = []
+    ratios: list[float] = []
     for entry in reversed(evidence.measurements):
         ratio = _typical_update(entry)
         if ratio is not None:
