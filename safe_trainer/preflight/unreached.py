@@ -34,7 +34,12 @@ def unreached(program: Program, step: TracedStep) -> Iterator[Finding]:
         return
     waiting = _waiting(program)
     cuts = [(call, {id(leaf) for leaf in leaves(*_given(call))}) for call in step.calls if _cuts(call)]
-    behind = {name: p for name, p in waiting.items() if any(id(p) in found for _, found in cuts)}
+    # Zeros come from a call that is flat, and from dead units; only a missing gradient comes from a cut.
+    behind = {
+        name: p
+        for name, p in waiting.items()
+        if any(id(p) in found and (p.grad is None) is (call.name not in FLAT) for call, found in cuts)
+    }
     for batch in program.batches()[1:BATCHES] if behind else ():
         program.backward(batch)
         behind = {name: p for name, p in behind.items() if _is_without(p)}
