@@ -7,14 +7,11 @@ that is what people turn on today. Run with `OMP_NUM_THREADS=1 python benchmarks
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import torch
-from loop import WORKLOADS, Loop, Row, Workload, compare, environment, plain, safe_trainer, table
+from loop import WORKLOADS, Loop, Row, Workload, compare, finish, plain, safe_trainer, strays, table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -95,13 +92,7 @@ def main() -> int:
             chosen = {name: LOOPS[name] for name in ("plain", *asked.loops)}
             rows += compare(workload, chosen, asked.rounds or workload.rounds)
             print(table(rows[-len(chosen) :]), flush=True)
-    print(json.dumps(environment()))
-    if asked.json:
-        report = {"environment": environment(), "rows": [asdict(row) for row in rows]}
-        asked.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    problems = over(rows) + [f"{row.loop}: other weights than plain" for row in rows if not row.same_weights]
-    print("\n".join(problems), file=sys.stderr)
-    return 1 if problems else 0
+    return finish(rows, over(rows) + strays(rows), asked.json)
 
 
 if __name__ == "__main__":

@@ -226,6 +226,21 @@ def table(rows: list[Row]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def strays(rows: list[Row]) -> list[str]:
+    """Loops that ended with other weights than plain, in sentences."""
+    return [f"{row.loop} on the {row.workload}: other weights than plain" for row in rows if not row.same_weights]
+
+
+def finish(rows: list[Row], problems: list[str], path: Path | None) -> int:
+    """Print the environment and what is wrong, write the figures to `path`; the exit status."""
+    print(json.dumps(environment()))
+    if path is not None:
+        report = {"environment": environment(), "rows": [asdict(row) for row in rows]}
+        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print("\n".join(problems), file=sys.stderr)
+    return 1 if problems else 0
+
+
 def environment() -> dict[str, str | int]:
     from importlib.metadata import PackageNotFoundError, version
 
@@ -270,15 +285,8 @@ def main() -> int:
     for workload in WORKLOADS:
         if workload.name in asked.workloads:
             rows += compare(workload, loops, asked.rounds or workload.rounds)
-    print(json.dumps(environment()))
     print(table(rows))
-    if asked.json:
-        report = {"environment": environment(), "rows": [asdict(row) for row in rows]}
-        asked.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    if not all(row.same_weights for row in rows if row.loop.startswith("safe_trainer")):
-        print("SafeTrainer must end with the weights of the hand-written loop, and does not", file=sys.stderr)
-        return 1
-    return 0
+    return finish(rows, strays([row for row in rows if row.loop.startswith("safe_trainer")]), asked.json)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,14 @@ people write by hand: forward hooks that call `.item()` for each layer. Run with
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 import torchvision
 from guard import TRANSFORMER
-from loop import WORKLOADS, Loop, Row, Workload, compare, environment, plain, safe_trainer, table
+from loop import WORKLOADS, Loop, Row, Workload, compare, finish, plain, safe_trainer, strays, table
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -102,13 +100,7 @@ def main() -> int:
             sized = replace(workload, warm=1, **LONG[workload.name]) if part == "defaults" else workload
             rows += compare(sized, loops[part], asked.rounds or sized.rounds)
             print(table(rows[-len(loops[part]) :]), flush=True)
-    print(json.dumps(environment()))
-    if asked.json:
-        report = {"environment": environment(), "rows": [asdict(row) for row in rows]}
-        asked.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    problems = over(rows) + [f"{row.loop}: other weights than plain" for row in rows if not row.same_weights]
-    print("\n".join(problems), file=sys.stderr)
-    return 1 if problems else 0
+    return finish(rows, over(rows) + strays(rows), asked.json)
 
 
 if __name__ == "__main__":

@@ -275,8 +275,7 @@ STATUS_COLORS = {Status.passed: "green", Status.warned: "yellow", Status.failed:
 
 def _check_line(result: CheckResult) -> RenderableType:
     """Status, name, seconds, what was found and the evidence of a check, wrapped beside the others."""
-    alarms = [f"{finding.fault}{f' in {finding.where}' if finding.where else ''}" for finding in result.findings
-              if finding.is_alarm]  # fmt: skip
+    alarms = "".join(f"{finding.headline()}; " for finding in result.findings if finding.is_alarm)
     line = Table.grid(padding=(0, 2, 0, 0))
     line.add_column(width=4)
     line.add_column(width=13)
@@ -286,7 +285,7 @@ def _check_line(result: CheckResult) -> RenderableType:
         Text(result.status.value, STATUS_COLORS[result.status]),
         Text(literal(result.name)),
         Text(f"{result.seconds:.1f} s", "dim"),
-        Text.assemble((literal("".join(f"{alarm}; " for alarm in alarms)), "bold"), literal(result.evidence)),
+        Text.assemble((literal(alarms), "bold"), literal(result.evidence)),
     )
     return line
 

@@ -61,6 +61,9 @@ EXPLAINS: dict[str, frozenset[str]] = {
     "model.batch_mixing": frozenset({"training.overfitting"}) | _IDLE,
     "model.stuck_in_eval": _IDLE | {"activation.dead"},
     "model.too_small": _STANDS,
+    "data.label_range": frozenset({"training.diverging", "loss.wrong_sign", "init.loss_off"}),
+    "data.not_shuffled": frozenset({"training.oscillating", "training.plateau"}),
+    "data.worker_seed": frozenset({"training.overfitting"}),
     "data.label_misaligned": frozenset({"training.overfitting"}) | _IDLE,
     "data.constant_input": _IDLE | {"activation.dead", "activation.collapsed"},
 }

@@ -40,12 +40,12 @@ def not_in_an_optimizer(record: Record, plan: Plan) -> Iterator[Finding]:
         "one part only" if strangers or nothing else "the optimizer was given a part of the model only",
         "build the optimizer from model.parameters() after the model is complete; freeze what is not to learn with "
         "requires_grad_(False)",
-        where=_common([facts.name for facts in idle]),
+        where=common_module([facts.name for facts in idle]),
     )  # fmt: skip
 
 
-def _common(names: Sequence[str]) -> str | None:
-    """The module that holds all of these; None if that is the whole model."""
+def common_module(names: Sequence[str]) -> str | None:
+    """The module that holds all of these parameters or modules; None if that is the whole model."""
     parts = [name.split(".") for name in names]
     shared = []
     for level in zip(*parts, strict=False):
@@ -89,7 +89,7 @@ def blind_modules(record: Record, plan: Plan) -> Iterator[Finding]:
         if waits and facts.called >= LOOKS - 1 and facts.called == facts.called_blind:
             blind.setdefault(facts.name.split(".")[0], []).append(facts)
     for entries in blind.values() if record.last_move >= 10 else ():
-        where = _common([facts.name.rpartition(".")[0] or facts.name for facts in entries])
+        where = common_module([facts.name.rpartition(".")[0] or facts.name for facts in entries])
         yield found(
             "gradient.missing",
             Severity.warning,

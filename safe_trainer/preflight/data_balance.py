@@ -46,9 +46,9 @@ def imbalance(program: Program, table: Table, labels: Labels | None, clock: Cloc
             "data.imbalance",
             "warning" if harmful else "info",
             where=labels.field,
-            evidence=f"class {rare} has {counts[rare]:,} of {sum(counts.values()):,} labels read ({100 * share:.1f} "
-            "%), class "
-            f"{common} {counts[common]:,}; neither the loss nor the sampler makes up for it{learnt}",
+            evidence=f"class {rare} has {counts[rare]:,} of {sum(counts.values()):,} labels read "
+            f"({100 * share:.1f} %), class {common} {counts[common]:,}; neither the loss nor the sampler makes up for "
+            f"it{learnt}",
             cause="one class is rare in the data, and the loss can be small without it",
             remedy="WeightedRandomSampler or class weights in the loss; judge by recall or F1, not by accuracy",
         )

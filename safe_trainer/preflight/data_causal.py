@@ -15,7 +15,7 @@ from safe_trainer.findings import Finding
 from safe_trainer.preflight.data_loss import CLASSES, REGRESSION, LossCall
 from safe_trainer.preflight.outcome import ProgramFailed, finding
 from safe_trainer.preflight.program import Program
-from safe_trainer.preflight.traced import first_tensor
+from safe_trainer.preflight.traced import ModuleCall, first_tensor, module_calls, trace_step
 
 SAME = 0.95
 """Share of targets that equal the next input from which the task is to say the next one; padding and ends differ."""
@@ -59,7 +59,7 @@ def later_inputs(program: Program, calls: list[LossCall]) -> list[Finding]:
             return []
         program.model.eval()
         cut = sequence.values.shape[sequence.time] // 2
-        first, repeated = _outputs(program.model, sequence.args, sequence.kwargs), None
+        first = _outputs(program.model, sequence.args, sequence.kwargs)
         repeated = _outputs(program.model, sequence.args, sequence.kwargs)
         other = _outputs(program.model, *sequence.changed(cut))
     length = sequence.values.shape[sequence.time]
@@ -78,19 +78,13 @@ def later_inputs(program: Program, calls: list[LossCall]) -> list[Finding]:
 
 def _sequence(program: Program, call: LossCall) -> _Sequence | None:
     """The argument of the model's first run that the target is a moved, or an exact, copy of."""
-    runs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    handle = program.model.register_forward_pre_hook(
-        lambda module, args, kwargs: runs.append((args, dict(kwargs))), with_kwargs=True
-    )
     try:
-        program.backward(program.batches()[0])
+        runs = trace_step(program, program.batches()[0]).model_calls()
     except ProgramFailed:
         return None
-    finally:
-        handle.remove()
     if not runs:
         return None
-    args, kwargs = runs[0]
+    args, kwargs = runs[0].args, runs[0].kwargs
     given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for place, value in given:
         if not isinstance(value, Tensor) or value.dim() not in ((2,) if call.of_classes else (3,)):
@@ -130,23 +124,14 @@ def _outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """First output of each module, in the order in which they end; gradients stay on, for PyTorch's fast path of
     Transformers runs no modules.
     """
+    runs: list[ModuleCall] = []
+    with module_calls(model, runs), torch.enable_grad():
+        model(*args, **kwargs)
     noted: dict[str, Tensor] = {}
-
-    def hook(name: str) -> Any:
-        def note(module: nn.Module, inputs: Any, output: Any) -> None:
-            tensor = first_tensor(output)
-            if tensor is not None:
-                noted.setdefault(name, tensor.detach())
-
-        return note
-
-    handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules()]
-    try:
-        with torch.enable_grad():
-            model(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    for run in runs:
+        tensor = first_tensor(run.output)
+        if tensor is not None:
+            noted.setdefault(run.name, tensor.detach())
     return noted if "" in noted else {**noted, "": torch.zeros(0)}
 
 
@@ -182,8 +167,7 @@ def _leak(module: str, cut: int, length: int, call: LossCall) -> Finding:
         "error",
         where=module or None,
         evidence=f"the target of {call.name} is the next input, and the outputs at places 0 to {cut - 1} of {length} "
-        "change "
-        f"when the inputs from place {cut} on are others"
+        f"change when the inputs from place {cut} on are others"
         + (f"; {module} is the first module that looks ahead" if module else ""),
         cause="no causal mask, one that is the wrong way round, or a network that reads in both directions",
         remedy="is_causal=True, or a mask with True (or -inf) above the diagonal, in every attention layer",
@@ -196,8 +180,7 @@ def _copy(call: LossCall, length: int) -> Finding:
         "warning",
         where=call.field,
         evidence=f"the model attends to earlier places only, and the target of {call.name} at each of {length} "
-        "places is the "
-        "input at the very same place: it has only to copy",
+        "places is the input at the very same place: it has only to copy",
         cause="the target was not moved by one place",
         remedy="inputs tokens[:, :-1] and targets tokens[:, 1:]",
     )

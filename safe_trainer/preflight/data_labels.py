@@ -73,12 +73,7 @@ def _shares_out_of_range(call: LossCall, split: str, place: str, values: Tensor)
     )
     cause = "masks read from pictures hold 0 and 255" if high == 255 else "labels of another loss: -1 and 1, or classes"
     remedy = "divide the mask by 255" if high == 255 else "bring the targets to 0..1, or take cross_entropy for classes"
-    symptoms = ("training.diverging", "loss.wrong_sign", "init.loss_off")
-    return {
-        place: finding(
-            "data.label_range", "error", where=place, evidence=evidence, cause=cause, remedy=remedy, symptoms=symptoms
-        )
-    }
+    return {place: finding("data.label_range", "error", where=place, evidence=evidence, cause=cause, remedy=remedy)}
 
 
 # --- the kind of the targets ----------------------------------------------------------------------------------------

@@ -127,7 +127,6 @@ def _unshuffled(program: Program, field: str, evidence: str) -> Finding:
         evidence=f"{field}: {evidence}",
         cause="the loader keeps the order of the files or rows, and these are sorted",
         remedy="DataLoader(..., shuffle=True); a stream needs a buffer that shuffles",
-        symptoms=("training.oscillating", "training.plateau"),
     )
 
 
@@ -150,8 +149,7 @@ def same_batch(program: Program, table: Table) -> list[Finding]:
             "data.not_shuffled",
             "warning",
             where=_sampler(program.train_loader),
-            evidence=f"all {len(table.sizes)} batches read have the very same {table.sizes[0]} samples in the same "
-            "order",
+            evidence=f"all {len(table.sizes)} batches read have the very same {table.sizes[0]} samples in one order",
             cause="the loader begins anew at each batch, or its sampler always draws the same",
             remedy="make one iterator an epoch, as in `for batch in loader`, and check the sampler",
         )

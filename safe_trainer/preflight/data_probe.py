@@ -256,5 +256,4 @@ def _found(name: str, evidence: str, cause: str, remedy: str) -> Finding:
         evidence=evidence,
         cause=cause,
         remedy=remedy,
-        symptoms=("training.not_decreasing", "training.plateau", "training.overfitting"),
     )

@@ -127,10 +127,7 @@ def _compared(
         f"{100 * second:.0f} % after as many on standardised values",
         cause="raw units: weights and learning rate are made for numbers of about 1",
         remedy="subtract the training set's mean and divide by its deviation, the same for held-out data",
-        symptoms=("training.not_decreasing", "training.plateau", "training.oscillating", "training.diverging",
-                  "init.loss_off", "optimizer.lr_too_high", "activation.dead", "gradient.exploding",
-                  "activation.saturated"),
-    )  # fmt: skip
+    )
 
 
 def _is_finite(program: Program, batch: Any) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,7 @@ from torch import Tensor
 from safe_trainer.findings import Finding
 from safe_trainer.preflight.clock import Clock
 from safe_trainer.preflight.data_samples import dataset_of, leaves
-from safe_trainer.preflight.objects import DEPTH, LARGEST, LONG
+from safe_trainer.preflight.objects import DEPTH, LARGEST, LONG, generator_back
 from safe_trainer.preflight.outcome import ProgramFailed, finding
 from safe_trainer.preflight.program import Program
 from safe_trainer.utils import rng
@@ -42,7 +40,7 @@ def mutated(program: Program, clock: Clock) -> list[Finding]:
 
 def _mutated(dataset: Any, name: str) -> Finding | None:
     first, other = 0, len(dataset) - 1
-    generators = list(_generators(dataset))
+    generators = [back for thing in _inner(dataset, 2 * DEPTH, set()) if (back := generator_back(thing)) is not None]
     began = rng.capture()
 
     def sample(index: int) -> dict[str, Tensor]:
@@ -105,9 +103,7 @@ def _inner(thing: Any, depth: int, seen: set[int]) -> Iterator[Any]:
     if thing is None or id(thing) in seen or isinstance(thing, (str, bytes, int, float, type)) or depth < 0:
         return
     seen.add(id(thing))
-    if isinstance(
-        thing, (Tensor, np.ndarray, torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
-    ):
+    if isinstance(thing, (Tensor, np.ndarray)) or generator_back(thing) is not None:
         yield thing
     elif isinstance(thing, (list, tuple)):
         for value in thing if len(thing) <= LONG else ():
@@ -116,19 +112,6 @@ def _inner(thing: Any, depth: int, seen: set[int]) -> Iterator[Any]:
         yield from _inner(list(thing.values()), depth - 1, seen)
     elif hasattr(thing, "__dict__"):
         yield from _inner(list(vars(thing).values()), depth - 1, seen)
-
-
-def _generators(dataset: Any) -> Iterator[Callable[[], Any]]:
-    """What sets each generator of the data set's own back to how it is now."""
-    for thing in _inner(dataset, 2 * DEPTH, set()):
-        if isinstance(thing, torch.Generator):
-            yield partial(thing.set_state, thing.get_state())
-        elif isinstance(thing, random.Random):
-            yield partial(thing.setstate, thing.getstate())
-        elif isinstance(thing, np.random.RandomState):
-            yield partial(thing.set_state, thing.get_state())
-        elif isinstance(thing, np.random.Generator):
-            yield partial(setattr, thing.bit_generator, "state", thing.bit_generator.state)
 
 
 def _arrays(dataset: Any) -> Iterator[np.ndarray]:
@@ -157,5 +140,4 @@ def _found(place: str, key: str, one: Tensor, two: Tensor, three: Tensor, kind: 
         evidence=f"sample 0, read three times under the same random state, has {key}: {steps}{stored}",
         cause="an operation in place (sub_, div_, -=, out=) on a view of what the data set stores",
         remedy="work on a copy: tensor.clone(), array.copy(); or use operations without an underscore",
-        symptoms=("data.unnormalized", "training.diverging", "training.oscillating", "training.not_decreasing"),
     )

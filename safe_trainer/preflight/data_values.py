@@ -54,9 +54,8 @@ def _nonfinite(program: Program, split: str, table: Table, name: str, bad: list[
     copes = _copes(program, table, number)
     evidence = (
         f"{_kind(values)} in {name}{_columns(table, name)}: {int(rows.sum())} of the {len(rows):,} {split} samples "
-        "read, "
-        "first in "
-        f"{table.place(first)}{'; a step on them gives a finite loss and gradients all the same' if copes else ''}"
+        f"read, first in {table.place(first)}"
+        f"{'; a step on them gives a finite loss and gradients all the same' if copes else ''}"
     )
     return finding(
         "data.nonfinite",
@@ -65,7 +64,6 @@ def _nonfinite(program: Program, split: str, table: Table, name: str, bad: list[
         evidence=evidence,
         cause="values that are missing, or a logarithm or division in the preprocessing",
         remedy="fill or drop these values before training: torch.nan_to_num hides them, so look at them first",
-        symptoms=() if copes else ("forward.nonfinite", "gradient.nonfinite"),
     )
 
 
@@ -152,7 +150,6 @@ def _constant(table: Table, inputs: dict[str, Tensor]) -> Finding:
         "samples 0",
         cause="a cast to whole numbers after scaling to 0..1, one file read each time, or a mask that takes all out",
         remedy="look at five samples as the network gets them, and follow one of them back to its file",
-        symptoms=("training.not_decreasing", "training.plateau", "activation.collapsed"),
     )
 
 

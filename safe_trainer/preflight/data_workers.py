@@ -129,5 +129,4 @@ def _found(evidence: str, cause: str = "", remedy: str = "", severity: str = "er
         evidence=evidence,
         cause=cause or "a generator of NumPy's or of the data set's own is copied into every worker as it stands",
         remedy=remedy or "seed it in worker_init_fn from torch.initial_seed() % 2**32, or draw from torch",
-        symptoms=("training.overfitting",),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ DEPTH = 5
 LONG = 256
 """Entries of a list above which they are samples, and only the list itself is kept."""
 
-Back = Callable[[], None]
+Back = Callable[[], Any]
 
 
 def objects_back(*roots: Any) -> list[Back]:
@@ -78,27 +79,24 @@ def _attributes(thing: Any, names: dict[str, Any]) -> Back:
 
 def _state_of(thing: Any) -> Back | None:
     """The way back for generators, tensors and arrays; None for anything else."""
-    if isinstance(thing, torch.Generator):
-        state = thing.get_state()
-        return lambda: _set_generator(thing, state)
-    if isinstance(thing, random.Random):
-        python_state = thing.getstate()
-        return lambda: thing.setstate(python_state)
-    if isinstance(thing, np.random.Generator):
-        numpy_state = thing.bit_generator.state
-        return lambda: setattr(thing.bit_generator, "state", numpy_state)
-    if isinstance(thing, np.random.RandomState):
-        old_state = thing.get_state()
-        return lambda: thing.set_state(old_state)
     if isinstance(thing, Tensor):
         return _tensor_back(thing)
     if isinstance(thing, np.ndarray):
         return _array_back(thing)
+    return generator_back(thing)
+
+
+def generator_back(thing: Any) -> Back | None:
+    """What sets a random generator back to how it is now; None for anything else."""
+    if isinstance(thing, torch.Generator):
+        return partial(thing.set_state, thing.get_state())
+    if isinstance(thing, random.Random):
+        return partial(thing.setstate, thing.getstate())
+    if isinstance(thing, np.random.RandomState):
+        return partial(thing.set_state, thing.get_state())
+    if isinstance(thing, np.random.Generator):
+        return partial(setattr, thing.bit_generator, "state", thing.bit_generator.state)
     return None
-
-
-def _set_generator(generator: torch.Generator, state: Tensor) -> None:
-    generator.set_state(state)
 
 
 def _tensor_back(tensor: Tensor) -> Back:

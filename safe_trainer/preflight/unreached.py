@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from safe_trainer.diagnosis.parameters import common_module
 from safe_trainer.findings import Finding
 from safe_trainer.preflight.graph import leaves
 from safe_trainer.preflight.outcome import finding
@@ -50,7 +51,7 @@ def unreached(program: Program, step: TracedStep) -> Iterator[Finding]:
     yield finding(
         "gradient.missing",
         "warning",
-        where=_common(list(behind)),
+        where=common_module([name.rpartition(".")[0] or name for name in behind]),
         source=call.source,
         evidence=f"{len(behind)} trainable parameters in the optimizer ({names}) got no gradient in {BATCHES} batches, "
         f"and the loss is another one when they are drawn anew: {call.name} on the way has no gradient",
@@ -116,14 +117,3 @@ def _loss(program: Program) -> float:
     with rng.isolated():
         torch.manual_seed(0)
         return float(program.loss(program.batch()).detach())
-
-
-def _common(names: list[str]) -> str | None:
-    """The module that holds all of these; None if that is the whole model."""
-    paths = [name.split(".")[:-1] for name in names]
-    shared: list[str] = []
-    for level in zip(*paths, strict=False):
-        if len(set(level)) > 1:
-            break
-        shared.append(level[0])
-    return ".".join(shared) or None

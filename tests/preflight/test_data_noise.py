@@ -3,7 +3,7 @@
 import re
 
 import torch
-from preflight.checking import classifier, data_check, groups, loader_of
+from preflight.checking import classifier, groups
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -48,8 +48,3 @@ def test_labels_that_no_simple_model_learns_are_not_judged(tmp_path):
     inputs, _ = groups(samples=400)
     result = asked(tmp_path, inputs, torch.randint(3, (400,), generator=torch.Generator().manual_seed(9)))
     assert "label noise: no simple model learns these labels" in result.evidence
-
-
-def test_the_data_check_is_otherwise_the_same(tmp_path):
-    inputs, labels = groups()
-    assert data_check(tmp_path, classifier(), nn.CrossEntropyLoss(), loader_of(inputs, labels)).status == "pass"
