@@ -69,6 +69,8 @@ def main() -> None:
         sys.exit(run_through_hydra(arguments.overrides, overrides))
     except ConfigError as error:
         sys.exit(refuse(error))
+    except KeyboardInterrupt:  # before a run has begun, which deals with it itself
+        sys.exit(130)
 
 
 def run_once(composition: DictConfig, folders: list[Path]) -> int:

@@ -71,7 +71,7 @@ _ENTRIES = (
     Fault(
         "data.label_noise",
         "Some labels are likely wrong",
-        "asked for by preflight.label_noise: confident learning over cross-validated probabilities",
+        "asked for by preflight.label_noise: a cross-validated model gives the label hardly any probability",
         ("mistakes of those who labelled", "samples between two classes"),
         ("look at the samples that are listed, and correct or drop what is wrong",),
         "rare but right samples: it is an info, and a list to look at",

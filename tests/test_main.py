@@ -230,6 +230,16 @@ def test_overrides_are_rewritten_so_that_the_schema_judges_them():
         cli.readable_overrides(["optimizer=nothing"], folders)
 
 
+def test_interrupting_before_the_run_ends_with_130_too(run, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("safe_trainer.__main__.composed", interrupted)
+    code, _, err = run("progress=false")
+    assert code == 130
+    assert "Traceback" not in err
+
+
 @pytest.mark.parametrize("preflight", ["true", "false"])
 def test_interrupting_ends_with_130_and_a_whole_folder(preflight, tmp_path):
     """A real process and a real signal: Ctrl-C in the middle of the checks or of training."""

@@ -1,7 +1,7 @@
 """Labels that are likely wrong, asked for by `preflight.label_noise`. Reads tables; needs the extra label-noise.
 
-Confident learning (Northcutt, Jiang and Chuang, "Confident learning: estimating uncertainty in dataset labels",
-2021) as cleanlab has it, over probabilities that a simple model gives to samples which it has not seen.
+Out-of-fold self-confidence (Northcutt, Jiang and Chuang, "Confident learning: estimating uncertainty in dataset
+labels", 2021) as cleanlab has it, over probabilities that a simple model gives to samples which it has not seen.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ FEWEST = 10
 """Samples of a class below which its probabilities say nothing."""
 LEAST = 0.5
 """Accuracy of the probe above the most frequent class below which it cannot tell a wrong label from a hard one."""
+DOUBTED = 0.1
+"""Probability of the given label below which it is suspect. Cleanlab's own cut, the mean confidence of a class, leaves
+out most wrong labels where classes lie far apart and that mean is close to 1."""
 LISTED = 10
 """Samples that the evidence lists."""
 
@@ -47,9 +50,10 @@ def label_noise(table: Table, labels: Labels | None) -> list[Finding]:
     accuracy, common = float((probabilities.argmax(1) == given).mean()), float(counts.max() / len(given))
     if accuracy < common + LEAST * (1 - common):
         raise Skip(f"no simple model learns these labels (accuracy {accuracy:.2f}), so none can contradict them")
-    suspects = find_label_issues(
-        given, probabilities, return_indices_ranked_by="self_confidence", filter_by="confident_learning", n_jobs=1
+    ranked = find_label_issues(
+        given, probabilities, return_indices_ranked_by="self_confidence", filter_by="predicted_neq_given", n_jobs=1
     )
+    suspects = ranked[probabilities[ranked, given[ranked]] < DOUBTED]
     if not len(suspects):
         return []
     listed = [

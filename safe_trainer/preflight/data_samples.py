@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from safe_trainer.data import Positioned
 from safe_trainer.preflight.clock import Clock
 from safe_trainer.preflight.outcome import ProgramFailed
 from safe_trainer.preflight.reading import in_this_process, is_read_once
@@ -161,6 +162,8 @@ def read_table(loader: Any, seconds: float, batches: int | None = None) -> Table
         return Table()
     notes: list[Any] = []
     alone = in_this_process(loader)
+    if isinstance(alone, Positioned):
+        notes = [batch.tolist() for batch in alone.batches(0)]
     if isinstance(alone, DataLoader) and not isinstance(alone.dataset, IterableDataset):
         name = "batch_sampler" if alone.batch_sampler is not None else "sampler"
         vars(alone)[name] = _Noted(getattr(alone, name), notes)

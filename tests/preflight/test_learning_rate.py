@@ -48,8 +48,11 @@ def test_the_ramp_ends_where_theory_says_that_it_diverges(curvature, tmp_path):
 
 
 def test_the_smoothing_begins_without_bias_and_rates_are_even_on_a_log_axis(tmp_path):
-    curve = trainer_of(tmp_path).find_lr()
+    curve = trainer_of(
+        tmp_path, loader=list(loader_of(blobs()))[:1]
+    ).find_lr()  # of one batch, so that nothing is taken off
     assert curve.smoothed[0] == pytest.approx(curve.losses[0])
+    assert curve.smoothed[1] == pytest.approx((0.9 * curve.losses[0] + curve.losses[1]) / 1.9)
     ratios = [b / a for a, b in zip(curve.rates, curve.rates[1:], strict=False)]
     assert ratios == pytest.approx([ratios[0]] * len(ratios))
     assert curve.rates[0] == pytest.approx(1e-7)
@@ -84,6 +87,35 @@ def test_a_loss_that_becomes_nan_ends_the_ramp(tmp_path):
     curve = trainer_of(tmp_path, Fragile()).find_lr()
     assert curve.diverged_at is not None
     assert all(map(math.isfinite, curve.losses))
+
+
+def test_batches_that_are_harder_than_others_do_not_bend_the_curve(tmp_path):
+    def batch(size):
+        inputs, labels = next(iter(loader_of(blobs(samples=16))))
+        return inputs * size, labels
+
+    model = nn.Linear(8, 3)
+    curve = trainer_of(tmp_path, model, loader=[batch(0.1), batch(5.0), batch(1.0)]).find_lr()
+    assert max(curve.losses[:9]) > 1.5 * min(curve.losses[:9])
+    assert curve.smoothed[:9] == pytest.approx([curve.smoothed[0]] * 9, rel=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_the_suggested_rate_trains(optimizer, tmp_path):
+    trainer = trainer_of(tmp_path, optimizer=optimizer, lr=1e-3)
+    curve = trainer.find_lr()
+    assert 1e-4 < curve.suggestion < 1
+    trainer.optimizers[0].param_groups[0]["lr"] = curve.suggestion
+    losses = trainer.fit().history["loss"]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_program_that_raises_is_told(tmp_path):
+    def loss(output, target):
+        raise ValueError("my own mistake")
+
+    with pytest.raises(ConfigError, match="no learning rate can be found: ValueError: my own mistake"):
+        trainer_of(tmp_path, loss=loss).find_lr()
 
 
 def test_there_is_no_suggestion_where_nothing_is_learnt(tmp_path):

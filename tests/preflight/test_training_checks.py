@@ -1,17 +1,11 @@
 """One batch by heart, the ramp of rates, the short run: broken programs and their mended twins."""
 
-import csv
-import math
-
 import pytest
 import torch
 from programs import blobs, loader_of, mlp
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
-
-from safe_trainer import SafeTrainer
-from safe_trainer.config import ConfigError
 
 
 def names(found):
@@ -127,64 +121,3 @@ def test_gradients_that_are_never_cleared_are_seen_before_the_run(clears, alarms
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     found = alarms("short_run", model, None, optimizer, loader_of(blobs()), train_step=step)
     assert names(found) == ([] if clears else ["gradient.accumulating"])
-
-
-# --- the ramp of rates -----------------------------------------------------------------------------------------------
-
-
-def trainer(tmp_path, model, optimizer, loss=None, data=None):
-    config = {"progress": False, "run_dir": str(tmp_path)}
-    return SafeTrainer(model, loss or nn.CrossEntropyLoss(), optimizer, data or loader_of(blobs()), config=config)
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
-def test_the_suggested_rate_trains_and_nothing_is_changed(optimizer, tmp_path):
-    model = net()
-    chosen = optimizer(model.parameters(), lr=1e-3)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    curve = trainer(tmp_path, model, chosen).find_lr()
-    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
-    assert chosen.param_groups[0]["lr"] == 1e-3
-    assert not chosen.state
-    assert 1e-4 < curve.suggestion < 1
-    assert curve.rates[0] == pytest.approx(1e-7)
-    rows = list(csv.DictReader((tmp_path / "lr_finder.csv").read_text().splitlines()))
-    assert [float(row["loss"]) for row in rows] == curve.losses
-    assert (tmp_path / "lr_finder.png").stat().st_size > 5000
-    compile((tmp_path / "plot_lr_finder.py").read_text(), "plot_lr_finder.py", "exec")
-    chosen.param_groups[0]["lr"] = curve.suggestion
-    losses = []
-    for _ in range(20):
-        for inputs, targets in loader_of(blobs()):
-            chosen.zero_grad()
-            loss = functional.cross_entropy(model(inputs), targets)
-            loss.backward()
-            chosen.step()
-            losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
-
-
-def test_without_a_fall_there_is_no_suggestion(tmp_path):
-    model = nn.Linear(8, 3)
-    curve = trainer(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1),
-                    lambda o, t: functional.cross_entropy(o * 0, t)).find_lr()  # fmt: skip
-    assert curve.suggestion is None
-    assert "no suggestion" in curve.reason
-
-
-def test_smoothing_has_no_bias_at_the_start(tmp_path):
-    model = net()
-    curve = trainer(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1)).find_lr()
-    assert curve.smoothed[0] == pytest.approx(curve.losses[0])
-    assert math.isclose(curve.smoothed[1], (0.9 * curve.losses[0] + curve.losses[1]) / 1.9, rel_tol=1e-9)
-
-
-def test_a_program_that_cannot_be_put_on_a_ramp_is_told(tmp_path):
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def loss(output, target):
-        raise ValueError("my own mistake")
-
-    with pytest.raises(ConfigError, match="no learning rate can be found: ValueError: my own mistake"):
-        trainer(tmp_path, model, optimizer, loss).find_lr()
