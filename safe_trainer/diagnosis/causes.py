@@ -70,9 +70,10 @@ EXPLAINS: dict[str, frozenset[str]] = {
 """For each cause, the faults that follow from it. What the fuse has caught stands for itself: its line is a place to
 mend, whatever the cause; unless its numbers had grown huge before."""
 
-_DRIVES_APART = frozenset(EXPLAINS) & (_UNSTABLE | {
-    "data.unnormalized", "data.mutated_inplace", "gradient.accumulating", "gradient.incorrect", "init.scale",
-    "loss.reduction", "loss.wrong_sign", "precision.underflow",
+_DRIVES_APART = frozenset({
+    "activation.exploding", "data.mutated_inplace", "data.unnormalized", "gradient.accumulating", "gradient.exploding",
+    "gradient.incorrect", "init.scale", "loss.reduction", "loss.wrong_sign", "optimizer.lr_too_high",
+    "precision.underflow",
 })  # fmt: skip
 """What makes numbers grow until they are no longer finite."""
 _NONFINITE = ("forward.nonfinite", "gradient.nonfinite")

@@ -26,6 +26,12 @@ def test_a_step_whose_numbers_had_grown_is_told_under_what_drove_them_apart(caus
     assert "forward.nonfinite" in kept.symptoms
 
 
+@pytest.mark.parametrize("symptom", ["training.diverging", "activation.dead", "training.oscillating"])
+def test_what_only_goes_along_with_it_does_not_take_it_over(symptom):
+    grown = told("forward.nonfinite", severity="error", symptoms=("training.diverging",))
+    assert "forward.nonfinite" in faults(folded([grown, told(symptom)]))
+
+
 @pytest.mark.parametrize("cause", ["optimizer.lr_too_high", "data.unnormalized"])
 def test_an_operation_that_failed_on_ordinary_numbers_stands_for_itself(cause):
     found = folded([told("forward.nonfinite", severity="error"), told(cause)])
